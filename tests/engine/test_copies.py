@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Copies, files and compiled forms of models and optimizers, alone and with what refers to them."""
+"""Copies, files and compiled forms of models; `test_programs` trains copies of pairs."""
 
 import copy
 import io
-import itertools
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,62 +17,20 @@ import preamp.optimizers
 from cases.levels import LEVEL_NAMES, WITH_MASTERS
 from engine.programs import COPIES
 from kit.compare import halves_match, same
-from kit.loops import masters, train_plain, train_step, weights
+from kit.loops import masters, started, train_plain, train_step, weights
 from kit.run import Net, batch_of
 
 MASTERS = pytest.mark.parametrize("level", WITH_MASTERS)
 ALL_LEVELS = pytest.mark.parametrize("level", LEVEL_NAMES)
-Build = Callable[[Any], torch.optim.Optimizer]
-
-BUILDS: dict[str, Build] = {
-    "SGD": lambda params: torch.optim.SGD(params, lr=0.125, momentum=0.5),
-    "Adam": lambda params: torch.optim.Adam(params, lr=0.0625, eps=1e-4),
-    "FusedAdam": lambda params: preamp.optimizers.FusedAdam(params, lr=0.0625, eps=1e-4),
-}
-
-
 calls = pytest.mark.parametrize("call", COPIES.values(), ids=COPIES)
 
 
-def started(level: str, build: str = "SGD", model: Any = Net, **more: Any) -> Any:
-    torch.manual_seed(0)
-    net = model()
-    trained = [param for param in net.parameters() if param.requires_grad]
-    arguments = {"opt_level": level, "verbosity": 0, "backend": "reference"} | more
-    return preamp.initialize(net, BUILDS[build](trained), **arguments)
+def is_plain(level: str) -> bool:
+    """Whether copies are plain float32 modules: wherever weights are float32 or have masters."""
+    return level != "O3"
 
 
-# -- models of other kinds -------------------------------------------------------------------
-
-
-class Tied(nn.Module):
-    """A frozen weight in two places, a recurrent layer's flat weights, a buffer of each dtype."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.into = nn.Linear(4, 4, bias=False).requires_grad_(False)
-        self.again = nn.Linear(4, 4, bias=False)
-        self.again.weight = self.into.weight
-        self.rnn = nn.LSTM(4, 3)
-        self.register_buffer("scale", torch.tensor([1.5, 0.5, 2.0]))
-        self.register_buffer("count", torch.tensor(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.rnn(self.again(self.into(x)))[0] * self.scale
-
-
-@MASTERS
-@calls
-def test_tied_weights_stay_tied(level: str, call: Any) -> None:
-    model, optimizer = started(level, model=Tied)
-    train_step(model, optimizer, 0)
-    made = call(model)
-    assert same(dict(made.state_dict()), dict(model.state_dict()))
-    assert made.into.weight is made.again.weight
-    train_plain(made, BUILDS["SGD"](p for p in made.parameters() if p.requires_grad), 1)
-
-
-@pytest.mark.parametrize("level", [level for level in LEVEL_NAMES if level != "O3"])
+@pytest.mark.parametrize("level", [*filter(is_plain, LEVEL_NAMES)])
 def test_a_pickled_model_needs_no_preamp(level: str) -> None:
     class Watched(pickle.Unpickler):
         def find_class(self, module: str, name: str) -> Any:
@@ -111,61 +67,6 @@ def test_a_copied_engine_says_how_to_go_on(level: str, call: Any) -> None:
     with pytest.raises(preamp.PreampStateError, match="An engine was to be copied or pickled"):
         call(optimizer)
     train_step(model, optimizer, 0)
-
-
-# -- optimizers that are copied ----------------------------------------------------------------
-
-
-PAIRS = [
-    *itertools.product([level for level in LEVEL_NAMES if level != "O3"], BUILDS, ["full"]),
-    *((level, "FusedAdam", "compact") for level in WITH_MASTERS),
-]
-
-
-@pytest.mark.parametrize(("level", "build", "storage"), PAIRS)
-@calls
-def test_a_copied_pair_is_a_plain_float32_one(
-    level: str, build: str, storage: str, call: Any
-) -> None:
-    model, optimizer = started(level, build, storage=storage)
-    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # puts a function around the step
-    train_step(model, optimizer, 0)
-    attached = dict(vars(optimizer))
-    made, other = call((model, optimizer))
-    assert vars(optimizer) == attached
-    assert {"step", "zero_grad", "add_param_group"}.isdisjoint(vars(other))
-    plain = Net()
-    plain.load_state_dict(model.state_dict())
-    alone: Any = BUILDS[build](plain.parameters())
-    if build == "FusedAdam":
-        alone.backend, alone.storage = other.backend, other.storage
-    alone.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    for number in range(10, 13):
-        train_plain(made, other, number)
-        train_plain(plain, alone, number)
-    assert same(weights(made), weights(plain))
-    train_step(model, optimizer, 1)
-
-
-@MASTERS
-def test_a_copied_optimizer_is_that_of_no_model(level: str) -> None:
-    """As torch has it; its state can be loaded."""
-    model, optimizer = started(level)
-    train_step(model, optimizer, 0)
-    made = copy.deepcopy(optimizer)
-    assert all(type(p) is nn.Parameter for p in made.param_groups[0]["params"])
-    before = dict(model.state_dict())
-    for param in made.param_groups[0]["params"]:
-        param.grad = torch.ones_like(param)
-    made.step()
-    assert same(before, dict(model.state_dict()))
-    optimizer.load_state_dict(made.state_dict())
-    train_step(model, optimizer, 1)
-
-
-def is_plain(level: str) -> bool:
-    """Whether copies are plain float32 modules: wherever weights are float32 or have masters."""
-    return level != "O3"
 
 
 # -- models ----------------------------------------------------------------------------------

@@ -125,6 +125,3 @@ def test_scripting_a_model_with_an_engine_is_refused(level: str) -> None:
     preamp.engine_of(model).close()
     with torch.no_grad():
         assert_same(scripted(model)(X), model(X))
-
-
-# -- models that torch.jit has compiled before ---------------------------------------------------

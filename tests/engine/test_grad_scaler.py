@@ -279,21 +279,6 @@ def test_misuse_is_refused_in_torchs_words(misuse: str, level: str) -> None:
     assert told[0] == told[1]
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
-def test_numbers_are_asked_for_and_set_as_with_torchs(level: str) -> None:
-    told = []
-    for loop in both(level, growth_factor=4.0, backoff_factor=0.25):
-        scaler = loop.scaler
-        assert isinstance(scaler, torch.amp.GradScaler)
-        names = ("scale", "growth_factor", "backoff_factor", "growth_interval")
-        found = [getattr(scaler, f"get_{name}")() for name in names]
-        scaler.set_growth_factor(8.0)
-        scaler.set_backoff_factor(0.125)
-        scaler.set_growth_interval(7)
-        told.append((found, scaler.is_enabled(), scaler.state_dict()))
-    assert told[0] == told[1]
-
-
 @pytest.mark.parametrize("level", ["O0", "O2"])
 def test_states_are_exchanged_with_torchs(level: str) -> None:
     ours, torchs = both(level)
@@ -361,19 +346,6 @@ def _fill(model: Any, scaler: Any) -> torch.Tensor:
 def _gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     grads = [master.grad for master in preamp.master_params(optimizer)]
     return [grad.clone() for grad in grads if grad is not None]
-
-
-@pytest.mark.parametrize("level", WITH_MASTERS)
-def test_unscaled_gradients_are_shown_and_nothing_is_lost(level: str) -> None:
-    model, optimizer, scaler = _uneven(level)
-    weights = _fill(model, scaler)
-    scaler.unscale_(optimizer)
-    half = BY_NAME[level].half
-    assert_same(model["large"].grad, weights.to(half))
-    assert_same(model["tiny"].grad, torch.full((5,), 2.0**-27).to(half))
-    large, tiny = _gradients(optimizer)
-    assert_same(large, weights)
-    assert_same(tiny, torch.full((5,), 2.0**-27))
 
 
 @pytest.mark.parametrize("level", LEVEL_NAMES)
@@ -610,15 +582,6 @@ def test_a_step_past_it_is_refused(level: str) -> None:
     for loop in (ours, torchs):
         loop.scaler.update()
     assert_alike(ours, torchs)
-
-
-def test_a_step_past_it_unscales_where_the_scale_is_static() -> None:
-    model, (optimizer,) = _start(opt_level="O2", loss_scale=8.0)
-    before = [param.detach().clone() for param in model.parameters()]
-    preamp.GradScaler(optimizer).scale(loss_of([model], 0)).backward()
-    optimizer.step()
-    assert preamp.engine_of(model).steps_applied == 1
-    assert not all(map(torch.equal, before, model.parameters()))
 
 
 def test_another_optimizer_is_not_stepped() -> None:

@@ -73,30 +73,6 @@ def test_master_params_without_initialize(level: str) -> None:
 # -- half ones, and what a script does to them -----------------------------------------------------
 
 
-REWRITES: dict[str, Callable[[Any], object]] = {
-    "in place": lambda half: half.grad.mul_(2),
-    "by another": lambda half: setattr(half, "grad", half.grad * 2),
-}
-
-
-@with_masters
-@pytest.mark.parametrize("rewrite", REWRITES)
-@pytest.mark.parametrize("read", [False, True])
-def test_without_a_loss_scale_half_gradients_may_be_rewritten(
-    level: str, read: bool, rewrite: str
-) -> None:
-    pair = Pair(level, loss_scale=1.0)
-    pair.backward(0)
-    if read:
-        pair.check_grads()
-    for half, plain in zip(pair.model.parameters(), plain_params(pair), strict=True):
-        REWRITES[rewrite](half)
-        REWRITES[rewrite](plain)
-    pair.check_grads()
-    pair.step()
-    pair.check()
-
-
 def refused_at(level: str, name: str) -> Any:
     half = str(BY_NAME[level].half).removeprefix("torch.")
     return refused("doors", name, changes=True, half=half)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What an engine leaves in its history and its report; nothing of it gets lost."""
 
-import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from kit.loops import (
     train_step,
 )
 from kit.refusals import refused
-from kit.run import Net, batch_of
+from kit.run import Net
 from preamp.core.version import __version__
 from preamp.numerics import (
     History,
@@ -79,18 +78,6 @@ def test_the_learning_rate_is_that_of_the_step_and_may_be_a_tensor(tmp_path: Pat
         train_step(model, optimizer, step)
         scheduler.step()
     assert [record.lr for record in history_of(model).of(StepRecord)] == [0.5, 0.25, 0.125]
-
-
-def test_losses_that_are_not_scalars_are_averaged(tmp_path: Path) -> None:
-    model, optimizer = started("O1", history=tmp_path / "run.jsonl")
-    loss = model(batch_of(model, 0)).float().square()
-    with preamp.scale_loss(loss, optimizer) as scaled:
-        scaled.sum().backward()
-    mean = loss.detach().mean().item()
-    with torch.no_grad():
-        loss.zero_()  # what the script does to its tensor later does not count
-    optimizer.step()
-    assert history_of(model).of(StepRecord)[0].losses == {0: mean}
 
 
 def test_a_loop_without_scale_loss_is_recorded_too() -> None:
@@ -312,26 +299,6 @@ def test_a_failed_initialize_is_undone_where_the_disk_fails_too(
         assert param.dtype is torch.float32
         assert torch.equal(param, before[name])
     assert "step" not in vars(optimizer)
-
-
-# -- the stall meter ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("factor", [1.0, math.inf, math.nan])
-@pytest.mark.parametrize("level", ["O0", "O4", "O5"])
-def test_clipping_is_no_loss_scale(level: str, factor: float) -> None:
-    """Without ``scale_loss``, where the factor that clips is zero or nan too."""
-    model, optimizer = started(level, numerics="light")
-    (loss_of(model, 0) * factor).backward()
-    made = {name: param.grad for name, param in model.named_parameters()}
-    norm = preamp.clip_grad_norm_(optimizer, 2.0**-6)
-    optimizer.step()
-    (record,) = history_of(model).of(NumericsRecord)
-    assert [tensor.scale for tensor in record.tensors] == [1.0] * len(made)
-    if factor == 1.0:
-        assert norm > 2.0**-6
-        found = {tensor.name: tensor.max_abs for tensor in record.tensors}
-        assert found == {name: grad.abs().max() for name, grad in made.items() if grad is not None}
 
 
 # -- the page, listeners, and what an optimizer may be ---------------------------------------------

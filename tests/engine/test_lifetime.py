@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import preamp
-from cases.levels import BY_KIND, CASTING_FUNCTIONS, F32_WEIGHTS, LEVEL_NAMES, WITH_MASTERS
+from cases.levels import BY_KIND, CASTING_FUNCTIONS, F32_WEIGHTS, LEVEL_NAMES
 from cases.models import Parts, batch
 from kit.compare import differences, picture
 from kit.loops import begin, make, scaled_step, train_plain
@@ -129,20 +129,6 @@ def test_fused_optimizers_hold_no_state_beside_their_own(masters: bool) -> None:
     assert key in optimizer.state[other]
 
 
-def test_zero_grad_is_that_of_whoever_replaced_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = nn.Linear(4, 4)
-    model, optimizer = preamp.initialize(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O5", verbosity=0
-    )
-    optimizer.zero_grad()
-    called: list[bool] = []
-    monkeypatch.setattr(
-        torch.optim.Optimizer, "zero_grad", lambda self, set_to_none=True: called.append(True)
-    )
-    optimizer.zero_grad()
-    assert called == [True]
-
-
 # -- close, compared attribute by attribute ---------------------------------------------------
 
 
@@ -167,17 +153,6 @@ def test_after_close_the_users_own_hooks_are_all_that_is_found(level: str) -> No
     assert_refused("lifetime", "no engine", lambda: preamp.engine_of(model), kind=kind)
     train_plain(model, optimizer, 0)
     assert calls == ["before", "after", "step before", "step after"]
-
-
-@pytest.mark.parametrize("level", WITH_MASTERS)
-def test_device_and_memory_format_of_what_comes_back(level: str) -> None:
-    model = nn.Sequential(nn.Conv2d(3, 4, 3)).to(memory_format=torch.channels_last)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    stride = model[0].weight.stride()
-    preamp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    assert model[0].weight.stride() == stride
-    preamp.engine_of(model).close()
-    assert model[0].weight.stride() == stride
 
 
 # -- engines that are dropped without close ---------------------------------------------------

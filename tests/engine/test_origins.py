@@ -217,16 +217,6 @@ def test_what_is_written_through_data(by: float, named: str) -> None:
     assert run.told == ("Function", "forward", named)
 
 
-def test_a_part_that_is_finite_is_not_bad_like_the_whole() -> None:
-    def function(x: torch.Tensor) -> torch.Tensor:
-        both = torch.stack([x.exp() * math.inf, x])
-        return (both[1] * 1e30).square()
-
-    run = Watched("O0", Function(function), overflow="trace")
-    run.learn(run.model(torch.ones(4, 4)).sum())
-    assert run.told == ("Function", "forward", "square")
-
-
 PARTS: list[Callable[[torch.Tensor], torch.Tensor]] = [
     lambda both: both[1:],
     lambda both: both.narrow(0, 1, 1).flatten(),
@@ -350,20 +340,6 @@ def test_nothing_is_said_of_a_loss_whose_gradients_are_finite(
         run.learn(loss_of(run.model(torch.ones(3, 4)).float()))
     assert "nan" not in capsys.readouterr().out
     assert (run.engine.steps_skipped, run.engine.overflow_causes) == (0, [])
-
-
-def test_tracing_that_was_asked_for_once_speaks_at_any_verbosity(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    run = Watched("O2", nn.Linear(4, 4))
-    for index in range(3):
-        if index == 1:
-            run.engine.trace_overflow()
-        run.train(factor=math.nan)
-    out = capsys.readouterr().out
-    assert out.count("Gradient overflow.") == 1
-    assert "(step 2:" in out
-    assert [cause.step for cause in run.engine.overflow_causes[-2:]] == [2, 3]
 
 
 # -- derivatives of derivatives --------------------------------------------------------------------

@@ -59,25 +59,6 @@ class Blamed(Run):
         return self.engine.overflow_causes[-1]
 
 
-# -- where the value came in -------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("last", [0, 1])
-def test_a_loss_whose_gradients_were_left_scaled(last: int) -> None:
-    """Then come those of another loss, of the same scale or another one."""
-    run = Blamed(num_losses=2).play("backward 0 delay")
-    run.back(run.loss() * math.inf, delay_unscale=True)
-    run.backward(0, "delay")
-    run.backward(loss_id=last)
-    run.step()
-    assert not run.cause.loss_was_finite
-    assert run.cause.loss_id == 0
-    run.zero()
-    for loss_id in (0, 1):
-        run.backward(loss_id=loss_id)
-    assert [run.engine.loss_scale(loss_id) for loss_id in (0, 1)] == [8.0, 16.0]
-
-
 # -- magnitudes --------------------------------------------------------------------------------
 
 

@@ -6,7 +6,6 @@ import importlib
 import io
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from torch import nn
 
 import preamp
 from cases.levels import HALF_WEIGHTS, WITH_MASTERS
-from kit.compare import halves_match, same
+from kit.compare import same
 from kit.loops import started, train_step
 from kit.run import Net, Run, assert_alike
 from preamp.core.torch_private.named_state import MODULE
@@ -59,25 +58,6 @@ def test_state_is_float32_and_does_not_alias(level: str) -> None:
     assert not any(value.requires_grad for value in state.values())
 
 
-@MASTERS
-@pytest.mark.parametrize("strict", [False, True])
-def test_a_state_that_does_not_fit(level: str, strict: bool) -> None:
-    """As in torch, what fits is loaded all the same."""
-    model, optimizer = started(level)
-    before, target = model.state_dict(), Net().state_dict()
-    target["first.weight"] = torch.ones(2, 2)
-    if not strict:
-        del target["first.weight"]
-    with nullcontext() if not strict else pytest.raises(RuntimeError, match="size mismatch"):
-        assert model.load_state_dict(target, strict=strict).missing_keys == ["first.weight"]
-    after = model.state_dict()
-    assert same(after["first.weight"], before["first.weight"])
-    assert same(after["last.weight"], target["last.weight"])
-    assert halves_match(model)
-    train_step(model, optimizer, 0)
-    assert halves_match(model)
-
-
 class Extra(nn.Module):
     """Extra state that is no tensor."""
 
@@ -101,20 +81,6 @@ def test_extra_state(level: str) -> None:
     state["_extra_state"] = {"note": "loaded"}
     model.load_state_dict(state)
     assert model.note == "loaded"
-
-
-@MASTERS
-def test_tied_weights(level: str) -> None:
-    layers = [nn.Linear(4, 4), nn.Linear(4, 4)]
-    layers[1].weight = layers[0].weight
-    exact = layers[0].weight.detach().clone()
-    run = Run(level, model=lambda: nn.Sequential(*layers))
-    state = run.model.state_dict()
-    assert same([state["0.weight"], state["1.weight"]], [exact, exact])
-    state["0.weight"] = state["1.weight"] = exact * 2
-    run.model.load_state_dict(state)
-    assert same(run.model.state_dict()["1.weight"], exact * 2)
-    assert layers[0].weight is layers[1].weight
 
 
 # -- files of Apex ---------------------------------------------------------------------------

@@ -14,17 +14,15 @@ from torch import nn
 
 import preamp
 import preamp.optimizers
-from cases.levels import EXACT, F32_WEIGHTS, HALF_WEIGHTS, LEVEL_NAMES
+from cases.levels import F32_WEIGHTS, HALF_WEIGHTS, LEVEL_NAMES
 from cases.models import Parts, batch, values
 from cases.tolerances import assert_same
 from kit.compare import differences, picture
 from kit.loops import begin, scaled_backward
-from kit.pair import Pair, sgd
+from kit.pair import Pair
 from kit.refusals import refused
-from kit.run import Run
 
 levels = pytest.mark.parametrize("level", LEVEL_NAMES)
-exact_levels = pytest.mark.parametrize("level", EXACT)
 
 
 X = torch.tensor([[1.0, 2.0, -1.0], [2.0, 0.0, 1.0]])
@@ -58,28 +56,6 @@ def test_nested_blocks_of_one_optimizer_are_refused(level: str) -> None:
     pair.check_grads()
     pair.step()
     pair.check()
-
-
-@exact_levels
-@pytest.mark.parametrize("inner", [1.0, float("inf")])
-@pytest.mark.parametrize("growing", [False, True])
-def test_a_block_keeps_the_scale_it_began_with(level: str, inner: float, growing: bool) -> None:
-    """Another block of the same scaler ends in between, and halves or doubles the scale."""
-    pairs = [Parts(0), Parts(1)]
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.5) for model in pairs]
-    preamp.initialize(pairs, optimizers, opt_level=level, loss_scale="dynamic", verbosity=0)
-    engine = preamp.engine_of(pairs[0])
-    engine.scaler(0).set_scale(1024.0)
-    engine.scaler(0).growth_tracker.fill_(1999 if growing else 0)
-    with preamp.scale_loss(pairs[0](X).float().sum(), optimizers[0]) as outer:
-        scaled_backward(pairs[1](X).float().sum() * inner, optimizers[1])
-        outer.backward()
-    assert engine.loss_scale() == (512.0 if inner > 1 else 2048.0 if growing else 1024.0)
-    plain = Parts(0)
-    with preamp.disable_casts():
-        plain(X).sum().backward()
-    for param, wanted in zip(preamp.master_params(optimizers[0]), plain.parameters(), strict=True):
-        assert_same(param.grad, wanted.grad)
 
 
 INSIDE = "was called inside a scale_loss block. Gradients are unscaled when the block ends"
@@ -130,40 +106,6 @@ def test_parameters_of_no_model_stay_as_they_are(level: str, dtype: Any, scale: 
     assert_same(extra.detach(), torch.tensor([1.0, 2.0], dtype=dtype) - 0.5 * slope)
 
 
-@levels
-@pytest.mark.parametrize("form", ["list", "generator", "one"])
-def test_a_group_may_be_given_in_each_form(level: str, form: str) -> None:
-    """Of lists ``engine.programs.Add`` adds some at any time, to other optimizers too."""
-    pair = Pair(level, lambda params: sgd(list(params)[:2]))  # layer a
-    sides = (pair.model, pair.optimizer), (pair.plain, pair.plain_optimizer)
-    with torch.no_grad():  # a master made after initialize starts from the half weight
-        for name in ("b.weight", "b.bias"):
-            pair.plain.get_parameter(name).copy_(pair.model.get_parameter(name))
-    for model, optimizer in sides:
-        layer = model.get_submodule("b")
-        forms: dict[str, Any] = {"list": list(layer.parameters()), "one": layer.weight}
-        given = forms.get(form, layer.parameters())
-        optimizer.add_param_group({"params": given, "lr": 0.25})
-        layer.get_parameter("bias").requires_grad_(form != "one")
-    for index in range(2):
-        pair.train(index)
-        pair.check()
-    assert pair.optimizer.param_groups[1]["lr"] == 0.25
-
-
-@exact_levels
-def test_a_parameter_joins_without_the_scaled_gradient_it_had(level: str) -> None:
-    """The blocks before did not know of it, so nobody has unscaled what it got."""
-    model = Parts()
-    optimizer = begin(level, model, torch.optim.SGD(model.a.parameters(), lr=0.5), loss_scale=64.0)
-    scaled_backward(model(X).float().sum(), optimizer)
-    before = values(model.b)
-    optimizer.add_param_group({"params": list(model.b.parameters())})
-    optimizer.step()
-    for param, old in zip(values(model.b), before, strict=True):
-        assert_same(param, old)
-
-
 def replaced(model: Any) -> list[nn.Parameter]:
     torch.manual_seed(3)
     model.b = nn.Linear(3, 2)
@@ -200,48 +142,6 @@ def test_a_layer_that_joins_later_trains_as_in_float32(level: str, change: Any) 
     for index in (1, 2, 3):
         pair.train(index)
         pair.check(f"after step {index}")
-
-
-# -- skipped steps ---------------------------------------------------------------------------------
-
-
-@levels
-def test_the_scale_grows_after_enough_clean_backwards(level: str) -> None:
-    run = Run(level, loss_scale="dynamic")
-    scaler = run.engine.scaler(0)
-    assert scaler.rule.growth_interval == 2000
-    scaler.rule = type(scaler.rule)(growth_interval=3)
-    scaler.set_scale(2.0**8)
-    scales = []
-    for index in range(7):
-        run.play(f"backward {index}{' inf' * (index == 1)}; step; zero")
-        scales.append(run.engine.loss_scale())
-    assert scales == [2.0**n for n in (8, 7, 7, 7, 8, 8, 8)]
-
-
-@levels
-@pytest.mark.parametrize("then", ["", "zero; "])
-def test_one_overflow_halves_the_scale_once(level: str, then: str) -> None:
-    run = Run(level, loss_scale="dynamic")
-    run.play(f"backward 0 inf; {then}backward 1 delay; backward 2; step")
-    assert run.engine.loss_scale() == 2.0**15
-    assert run.engine.last_step_skipped is not bool(then)
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_step_asks_the_device_once(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    pair = Pair(level)
-    pair.ours(0)
-    asked, item = list[object](), torch.Tensor.item
-
-    def count(tensor: torch.Tensor) -> Any:
-        if tensor.dtype is torch.float32 and tensor.dim() == 0:
-            asked.append(tensor)
-        return item(tensor)
-
-    monkeypatch.setattr(torch.Tensor, "item", count)
-    pair.optimizer.step()
-    assert len(asked) == 1
 
 
 # -- sparse and complex gradients ------------------------------------------------------------------

@@ -9,7 +9,6 @@ also masters below float16's normal range.
 import copy
 import itertools
 import pickle
-import weakref
 from typing import Any
 
 import pytest
@@ -72,39 +71,7 @@ def train(run: Run, index: int) -> None:
     )
 
 
-@act
-def halve(run: Run) -> None:
-    """Weights, to all of their digits."""
-    with torch.no_grad(), run.engine.exact_weights():
-        for param in run.model.parameters():
-            param.mul_(0.5)
-
-
-@act
-def infer(run: Run) -> None:
-    with torch.inference_mode():
-        run.model.state_dict()
-
-
-@act
-def move(run: Run) -> None:
-    """As a move to another device does."""
-    run.model._apply(lambda tensor: tensor.clone())
-
-
-@act
-def compiled(run: Run) -> None:
-    run.models[0] = torch.compile(run.model, backend="eager")
-
-
 # -- the same numbers -----------------------------------------------------------------------------
-
-PROGRAMS = {
-    "read in inference mode": "train 0; infer; halve; settle; train 1 | train 2",
-    "moved": "train 0; move | train 1",
-    "compiled": "compiled; train 0; train 1; train 2",
-}
-"""Each gives the same bits in full and in split storage."""
 
 
 @pytest.mark.usefixtures("small_blocks")
@@ -121,13 +88,6 @@ def test_training_is_that_of_full_storage(level: str, name: str, moments: Any) -
     assert moments == "float32" or kept & fewer[moments]
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-@levels
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_programs(level: str, name: str) -> None:
-    assert_same_program(PROGRAMS[name], *pair(level))
-
-
 @levels
 @pytest.mark.parametrize("to", ["full", "split"])
 def test_checkpoints_load_into_another_storage(level: str, to: str, tmp_path: Any) -> None:
@@ -142,19 +102,6 @@ def test_checkpoints_load_into_another_storage(level: str, to: str, tmp_path: An
 
 
 # -- what steps and scripts do to split masters ---------------------------------------------------
-
-
-@levels
-@pytest.mark.parametrize("name", SPLITS)
-def test_no_step_makes_float32_masters(
-    level: str, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = start(level, "split", name).play("train 0")
-    table = run.engine.sessions[id(run.optimizer)].table
-    with monkeypatch.context() as patch:
-        for op in ("join_", "split_", "cast_copy_", "take_over_"):
-            patch.setattr(table.ops, op, lambda *lists: pytest.fail("masters were touched"))
-        run.play("train 1; train 2; train 3")
 
 
 READS: dict[str, Any] = {
@@ -245,18 +192,6 @@ def test_moments_that_would_be_rounded_are_refused_before_anything(level: str) -
     words = {"source": "float32", "target": "bfloat16"}
     with refused("optim", "moments of another storage", run.model, run.optimizer, **words):
         run.initialize()
-
-
-@levels
-def test_lows_go_with_the_engine(level: str) -> None:
-    run = start(level, "split", backend="auto")
-    for index in range(3):
-        train(run, index)
-    (session,) = run.engine.sessions.values()
-    lows: Any = session.table
-    gone = [weakref.ref(low) for low in lows.lows]
-    run.engine.close()
-    assert [ref() for ref in gone] == [None] * len(gone) != []
 
 
 @pytest.mark.parametrize(

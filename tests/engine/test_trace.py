@@ -147,23 +147,6 @@ def test_a_float16_overflow_in_the_forward(lacks: bool, monkeypatch: pytest.Monk
     assert re.search(r"test_trace\.py:\d+$", run.trace.where)
 
 
-def test_frames_are_of_what_was_seen_before() -> None:
-    run = Watched(
-        "O2", nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)), overflow="trace"
-    )
-    with torch.no_grad():
-        run.model[0].weight.fill_(0.5)
-        run.model[0].bias.fill_(0.25)
-        run.model[2].weight.fill_(6e4)
-    run.forward = lambda x: run.model(torch.ones_like(x))
-    run.train()
-    first, relu = run.trace.frames[:2]
-    assert (first.module, first.type, relu.module) == ("0", "Linear", "1")
-    assert (first.inputs, first.outputs) == ([[1.0, 1.0]], [[2.25, 2.25]])
-    assert sorted(first.weights) == [[0.25, 0.25], [0.5, 0.5]]
-    assert relu.weights == []
-
-
 @pytest.mark.parametrize("lacks", [False, True])
 def test_a_float16_overflow_in_the_backward(lacks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The weights' gradient is the sum over the batch: 3 · 2 · 16384."""
@@ -299,18 +282,6 @@ def test_a_product_that_was_given_nan_is_not_named(name: str, is_large: bool) ->
     assert (run.trace.operation, run.trace.output_found) == ("softmax", "nan")
 
 
-def test_of_gradients_that_one_function_makes_nan_is_told_before_inf() -> None:
-    class Both(nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y: Any = super().forward(x) + super().forward(2 * x)
-            y.grad_fn.register_hook(lambda got, _: (got[0] * math.inf, got[1] * math.nan))
-            return y
-
-    run = Watched("O1", nn.Sequential(Both(4, 4)), overflow="trace")
-    assert run.train().isfinite()
-    assert (run.trace.phase, run.trace.output_found) == ("backward", "nan")
-
-
 # -- the message -------------------------------------------------------------------------------
 
 
@@ -375,19 +346,6 @@ def test_steps_without_scale_loss_are_told_of_by_a_warning(level: str) -> None:
     run.train()
 
 
-@pytest.mark.parametrize("level", [n for n in LEVEL_NAMES if n not in WITH_MASTERS])
-@pytest.mark.parametrize("zeroes", [True, False])
-def test_gradients_of_a_block_that_are_zeroed_or_spent_are_not_warned_of(
-    level: str, zeroes: bool
-) -> None:
-    run = Watched(level, loss_scale=1.0, overflow="trace")
-    scaled_backward(run.model(torch.ones(3, 4)).float().square().mean(), run.optimizer)
-    if zeroes:
-        run.optimizer.zero_grad(set_to_none=False)
-    run.optimizer.step()
-    run.optimizer.step()
-
-
 @pytest.mark.parametrize(("level", "scale"), [("O2", 128.0), *((n, 1.0) for n in LEVEL_NAMES)])
 @pytest.mark.parametrize("way", ["forward", "backward"])
 def test_static_scales(level: str, scale: float, way: str) -> None:
@@ -415,18 +373,6 @@ def test_preamp_off() -> None:
     preamp.initialize(model, enabled=False)
     preamp.engine_of(model).trace_overflow()
     assert set(hooks_of(model)) == {0}
-
-
-# -- nothing changes ---------------------------------------------------------------------------
-
-
-def test_an_exception_in_a_forward_leaves_nothing_behind() -> None:
-    run = Watched("O2", overflow="trace")
-    with pytest.raises(RuntimeError, match="shape"):
-        run.model(torch.ones(3, 5))
-    run.model.spoil.forward_by = math.inf
-    run.train()
-    assert run.where == ("spoil", "forward")
 
 
 # -- compiled and scripted models --------------------------------------------------------------

@@ -14,35 +14,10 @@ from torch import nn
 
 import preamp
 from cases.levels import HALF_WEIGHTS, LEVEL_NAMES
-from kit.compare import same
-from kit.loops import everything, make, started, train_step
 from kit.refusals import refused
 from preamp import amp
 
-STEPS = 4
-
-
 Run = tuple[Any, Any]
-
-
-@pytest.mark.parametrize("level", ["O0", "O2", "O3", "O5"])
-def test_a_step_is_not_cast_by_another_engine(level: str) -> None:
-    """Adafactor multiplies matrices in its step, which O1 would round to half."""
-
-    def train() -> dict[str, Any]:
-        model, _ = make(3)
-        optimizer = torch.optim.Adafactor(model.parameters(), lr=1e-2)
-        run = preamp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=8.0)
-        for step in range(STEPS):
-            train_step(*run, step, poison=False)
-        result = everything(*run)
-        preamp.engine_of(run[0]).close()
-        return result
-
-    alone = train()
-    other = started("O1", 1, "SGD", scope="thread")
-    assert same(train(), alone)
-    assert preamp.engine_of(other[0]) is not None
 
 
 # -- half dtypes side by side ----------------------------------------------------------------
