@@ -50,6 +50,23 @@ class Sharing(Run):
 
 
 @levels
+@pytest.mark.parametrize("trained", [False, True])
+def test_weights_shared_after_a_step(level: str, trained: bool) -> None:
+    runs = [Sharing(level), Sharing(PLAIN)]
+    for run in runs:
+        if trained:
+            run.made("ab")
+            run.play("step; zero")
+        run.share()
+    for part in ("a", "ab"):
+        for run in runs:
+            run.made(part, 2)
+            run.made("b", 2)
+            run.play("step; zero")
+        assert_alike(*runs)
+
+
+@levels
 def test_weights_are_not_shared_before_a_step(level: str) -> None:
     runs = run, plain = [Sharing(level), Sharing(PLAIN)]
     run.made("ab")
@@ -70,6 +87,24 @@ def test_weights_are_not_shared_in_a_block(level: str) -> None:
         with pytest.raises(preamp.PreampStateError, match="add_param_group was called inside"):
             run.share()
         assert len(run.optimizers[1].param_groups) == 1
+
+
+@levels
+@pytest.mark.parametrize("losses", ["other loss", "other scale"])
+def test_optimizers_that_share_weights_share_delayed_gradients(level: str, losses: str) -> None:
+    model, plain = Parts(), Parts()
+    optimizers = [torch.optim.SGD(model.parameters(), lr=lr) for lr in (0.5, 0.25)]
+    preamp.initialize(model, optimizers, opt_level=level, num_losses=2, loss_scale=64, verbosity=0)
+    scaled_backward(model(X).float().sum(), optimizers, delay_unscale=True)
+    if losses == "other scale":
+        preamp.engine_of(model).scaler(0).set_scale(32.0)
+    loss_id = 1 if losses == "other loss" else 0
+    scaled_backward(model(X).float().sum() * 2, optimizers, loss_id)
+    with preamp.disable_casts():
+        (plain(X).sum() * 3).backward()
+    for optimizer in optimizers:
+        for param, wanted in zip(preamp.master_params(optimizer), plain.parameters(), strict=True):
+            assert_same(param.grad, wanted.grad)
 
 
 # -- half weights, which one optimizer updates -----------------------------------------------------
