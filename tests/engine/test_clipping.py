@@ -132,8 +132,8 @@ def test_norm_and_clipped_gradients(level: str, order: float) -> None:
     assert (norm.dtype, norm.shape) == (torch.float32, ())
     assert float(norm) == pytest.approx(expected, rel=1e-5)
     for master, grad in zip(pair.masters, wanted, strict=True):
-        clipped = grad * (0.01 / (expected + 1e-6))
-        torch.testing.assert_close(master.grad.float(), clipped, rtol=2e-3, atol=1e-6)
+        shrunk = grad * (0.01 / (expected + 1e-6))
+        torch.testing.assert_close(master.grad.float(), shrunk, rtol=2e-3, atol=1e-6)
     pair.optimizer.zero_grad()
     pair.ours(0)
     preamp.clip_grad_norm_(pair.optimizer, 1e9, norm_type=order)

@@ -167,6 +167,42 @@ def test_what_the_models_do_not_have_is_refused(level: str, name: str) -> None:
     assert_refused("keep_fp32", "no engine", lambda: preamp.engine_of(model))
 
 
+def test_a_name_in_one_of_several_models_is_enough() -> None:
+    critic, model = nn.Sequential(nn.Linear(3, 3)), Model()
+    seen: list[torch.Tensor] = []
+    critic[0].register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    preamp.initialize([model, critic], opt_level="O5", verbosity=0, keep_fp32=[nn.Sequential])
+    assert in_float32(model) == set()
+    assert in_float32(critic) == {"0.weight", "0.bias"}
+    inputs = torch.full((1, 3), 1 / 3)
+    assert critic(inputs).dtype is F32
+    assert torch.equal(seen[0], inputs)  # a model that is kept gets unrounded inputs
+
+
+@pytest.mark.parametrize("level", HALF_WEIGHTS)
+def test_batch_norms_by_type(level: str) -> None:
+    model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.BatchNorm2d(4, affine=False))
+    preamp.initialize(
+        model, opt_level=level, verbosity=0, keep_fp32=nn.BatchNorm2d, keep_batchnorm_fp32=False
+    )
+    assert all(name.startswith(("1.", "2.")) for name in in_float32(model))
+    assert {"1.weight", "1.running_var", "2.running_mean"} <= in_float32(model)
+    seen: list[torch.dtype] = []
+    model[1].register_forward_hook(lambda module, args, out: seen.append(out.dtype))
+    model(torch.randn(3, 2, 5, 5)).sum().backward()
+    assert seen == [BY_NAME[level].half]  # as with keep_batchnorm_fp32
+
+
+@pytest.mark.parametrize("level", HALF_WEIGHTS)
+def test_modules_without_weights_compute_in_float32(level: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Softmax(dim=-1), nn.Linear(4, 4))
+    seen: list[torch.dtype] = []
+    model[1].register_forward_hook(lambda module, args, out: seen.append(out.dtype))
+    preamp.initialize(model, opt_level=level, verbosity=0, keep_fp32=nn.Softmax)
+    model(torch.randn(3, 4)).sum().backward()
+    assert seen == [F32]
+
+
 OWN = SimpleNamespace(cross_entropy=F.cross_entropy)
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import preamp
 import preamp.optimizers
-from cases.levels import EXACT, LEVEL_NAMES
+from cases.levels import BY_NAME, EXACT, LEVEL_NAMES
 from cases.models import values
 from cases.tolerances import assert_within_budget
 from kit.compare import halves_match
@@ -142,6 +142,25 @@ def test_a_closure_is_refused_at_a_dynamic_scale(
     assert (pair.engine.steps_applied, pair.engine.steps_skipped) == (0, 0)
     pair.step()
     pair.check()
+
+
+@levels
+def test_functions_are_cast_inside_a_closure_but_not_inside_the_step(level: str) -> None:
+    pair = Pair(level, scope="thread", loss_scale=128.0)
+    seen: list[torch.dtype] = []
+
+    def product() -> torch.dtype:
+        return torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype
+
+    def closure() -> torch.Tensor:
+        seen.append(product())
+        pair.ours(0)
+        return torch.zeros(())
+
+    pair.optimizer.register_step_post_hook(lambda *_: seen.append(product()))
+    pair.optimizer.step(closure)
+    row = BY_NAME[level]
+    assert seen == [row.half if row.casts_functions else torch.float32, torch.float32]
 
 
 @pytest.mark.parametrize("level", EXACT)

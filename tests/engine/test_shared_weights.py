@@ -14,19 +14,10 @@ from cases.models import Parts
 from cases.tolerances import assert_same
 from kit.loops import scaled_backward
 from kit.refusals import refused
-from kit.run import PLAIN, Run, assert_alike
+from kit.run import PLAIN, Run, assert_alike, build
 
 levels = pytest.mark.parametrize("level", ["O0", "O1", "O4"])  # where weights stay float32
 X = torch.tensor([[1.0, 2.0, -1.0], [2.0, 0.0, 1.0]])
-
-
-def two_optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
-    """Both update the whole model, with different rules."""
-    params = list(model.parameters())
-    return [
-        torch.optim.SGD(params, lr=0.5, momentum=0.9),
-        torch.optim.Adam(params, lr=0.05, eps=1e-4),
-    ]
 
 
 # -- weights that come to a second optimizer between a backward and a step ------------------------
@@ -122,7 +113,7 @@ def test_a_half_weight_in_two_optimizers_is_refused(
     """Before anything is cast or hooked."""
     model = Parts()
     model.a.weight.requires_grad_(not is_frozen)
-    ours = two_optimizers(model)
+    ours = [build(name, model.parameters()) for name in ("SGD", "Adam")]
     before = copy.deepcopy(model.state_dict())
     options: Any = {"allow_half_model": allow_half_model, "verbosity": 0}
     with refused(*SHARED, model, *ours, weight="a.weight", second="an Adam"):

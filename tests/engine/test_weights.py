@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Whoever writes to weights or looks at them, by whatever door, finds what plain torch has.
-
-Each test makes the same calls on an initialized model and on float32 weights without any engine,
-on numbers that half precision holds exactly, and wants the same bits.
-"""
+"""Exact weights: what has a master beside what has none, within each other, and averages."""
 
 from __future__ import annotations
 
@@ -24,9 +20,6 @@ from cases.tolerances import assert_same
 from kit.loops import scaled_backward
 
 with_masters = pytest.mark.parametrize("level", WITH_MASTERS)
-
-
-# -- exact weights, copies and averages ------------------------------------------------------------
 
 
 class BodyError(Exception):
