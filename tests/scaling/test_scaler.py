@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cases.selection import examples
 from kit.refusals import refused
 from preamp.amp import LossScaler as ApexScaler
-from preamp.scaling import SMALLEST_SCALE, DynamicScale, LossScaler, StaticScale
+from preamp.scaling import SMALLEST_SCALE, DynamicScale, LossScaler, ScaleState, StaticScale
 
 INF, NAN = float("inf"), float("nan")
 POWERS = st.integers(-20, 20).map(lambda n: 2.0**n)
@@ -275,6 +275,48 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+FACTORS = st.floats(0.3, 0.99)
+
+
+@given(
+    overflows=st.lists(st.booleans(), min_size=1, max_size=12),
+    growth=FACTORS.map(lambda x: 1 / x),
+    backoff=FACTORS,
+    interval=WINDOWS,
+    floor=st.floats(2.0**-20, 1.0),
+    ceiling=st.floats(1.0, 2.0**20),
+    within=st.floats(0, 1),
+)
+def test_one_operation_does_what_the_formula_says(
+    overflows: list[bool],
+    growth: float,
+    backoff: float,
+    interval: int,
+    floor: float,
+    ceiling: float,
+    within: float,
+) -> None:
+    """To the bit, with factors that are no powers of two."""
+    rule_ = DynamicScale(
+        growth_factor=growth,
+        backoff_factor=backoff,
+        growth_interval=interval,
+        min_scale=floor,
+        max_scale=ceiling,
+    )
+    scaler = LossScaler(rule_)
+    scaler.set_scale(min(floor + within * (ceiling - floor), ceiling))
+    expected = ScaleState(scaler.scale.clone(), scaler.growth_tracker.clone())
+    for overflow in overflows:
+        flag = torch.tensor(float(overflow))
+        expected = rule_.adjust(expected, flag)
+        scaler.record(flag)
+        with Operations() as seen:
+            scaler.react()
+        assert "_amp_update_scale_" in seen.names
+        assert (scaler.scale, scaler.growth_tracker) == expected
+
+
 def test_a_reaction_is_four_operations() -> None:
     """On a GPU each of them would take the host longer than the device."""
     scaler = LossScaler(DynamicScale())
@@ -321,6 +363,63 @@ def test_a_reaction_happens_once(calls: int) -> None:
     assert scaler.generation == 2
     scaler.set_scale(8.0)
     assert scaler.generation == 3
+
+
+@pytest.mark.parametrize(
+    ("change", "overflow", "after"),
+    [
+        ({"min_scale": 64.0}, True, 64.0),
+        ({"max_scale": 8.0}, False, 8.0),
+        ({"max_scale": 8.0, "growth_interval": 1}, False, 8.0),
+    ],
+)
+def test_a_rule_that_is_replaced_brings_the_scale_within_its_bounds(
+    change: dict[str, Any], overflow: bool, after: float
+) -> None:
+    rule_ = DynamicScale(init_scale=32.0)
+    scaler = LossScaler(rule_)
+    scaler.rule = dataclasses.replace(rule_, **change)
+    scaler.record(torch.tensor(float(overflow)))
+    scaler.react()
+    assert scaler.value() == after
+
+
+def test_a_static_scale_that_becomes_dynamic_goes_on_from_its_count() -> None:
+    scaler = LossScaler(StaticScale(init_scale=128.0))
+    for _ in range(50):
+        scaler.react()
+    scaler.rule = DynamicScale(growth_interval=10)
+    scaler.set_scale(1024.0)
+    for _ in range(21):
+        scaler.react()
+    assert scaler.state_dict() == {"loss_scale": 8192.0, "unskipped": 0}
+
+
+def test_identity_needs_no_arithmetic() -> None:
+    loss = torch.tensor(3.0)
+    scaler = LossScaler(StaticScale())
+    assert scaler.is_identity
+    assert not LossScaler(DynamicScale(init_scale=1.0)).is_identity
+    assert scaler.scale_loss(loss) is loss
+    scaler.set_scale(2.0)
+    assert not scaler.is_identity
+    assert scaler.scale_loss(loss).item() == 6.0
+
+
+@pytest.mark.parametrize(
+    ("given", "wide"),
+    [
+        (torch.float16, torch.float32),
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.float32),
+        (torch.float64, torch.float64),
+    ],
+)
+def test_the_scaled_loss_is_wide(given: torch.dtype, wide: torch.dtype) -> None:
+    # With a dimension: a half scalar would be widened by the scale itself.
+    scaled = LossScaler(DynamicScale()).scale_loss(torch.full((1,), 2.0, dtype=given))
+    assert scaled.dtype is wide
+    assert scaled.item() == 2.0**17
 
 
 @pytest.mark.parametrize(
