@@ -25,36 +25,23 @@ from preamp.core.tensors import is_sharded
 
 AnyFunction = Callable[..., Any]
 
-WIDE_CONVOLUTIONS: Final[tuple[tuple[str, str], ...]] = tuple(
-    (namespace, name)
-    for namespace in ("torch", "torch.nn.functional")
-    for name in (
-        "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc"
-    ).split()
-)
-"""``(namespace, name)`` of the convolutions; namespaces as in the op table."""
+_CONVOLUTIONS = "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc"
+_PRODUCTS = "matmul mm mv bmm addmm addmv addbmm baddbmm"
+_BY_NAMESPACE = {
+    "torch": f"{_CONVOLUTIONS} {_PRODUCTS} einsum chain_matmul tensordot bilinear",
+    "torch.nn.functional": f"{_CONVOLUTIONS} linear scaled_dot_product_attention bilinear",
+    "torch.Tensor": f"{_PRODUCTS} __matmul__ __rmatmul__",
+    "torch.linalg": "matmul multi_dot",
+    "recurrent layers": "lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell",
+}
 
-WIDE_FUNCTIONS: Final[tuple[tuple[str, str], ...]] = (
-    *WIDE_CONVOLUTIONS,
-    *(("torch.nn.functional", name) for name in ("linear", "scaled_dot_product_attention")),
-    *(
-        (namespace, name)
-        for namespace in ("torch", "torch.Tensor")
-        for name in "matmul mm mv bmm addmm addmv addbmm baddbmm".split()
-    ),
-    ("torch.Tensor", "__matmul__"),
-    ("torch.Tensor", "__rmatmul__"),
-    *(("torch", name) for name in ("einsum", "chain_matmul", "tensordot", "bilinear")),
-    ("torch.nn.functional", "bilinear"),
-    ("torch.linalg", "matmul"),
-    ("torch.linalg", "multi_dot"),
-    *(
-        ("recurrent layers", name)
-        for layer in ("lstm", "gru", "rnn_tanh", "rnn_relu")
-        for name in (layer, f"{layer}_cell")
-    ),
+WIDE_FUNCTIONS: Final = tuple(
+    (namespace, name) for namespace, names in _BY_NAMESPACE.items() for name in names.split()
 )
 """``(namespace, name)`` of the functions worth running wide; namespaces as in the op table."""
+
+WIDE_CONVOLUTIONS: Final = tuple(pair for pair in WIDE_FUNCTIONS if pair[1].startswith("conv"))
+"""Those of them that are convolutions."""
 
 # CPU autocast leaves these as they are, so that its being on does not make a call of them half.
 # At O1 the op table casts their arguments before they come here.
@@ -62,13 +49,10 @@ _NOT_CAST: Final = frozenset(
     "mv addmv bilinear lstm gru rnn_tanh rnn_relu lstm_cell gru_cell".split()
 )
 
-_ASK_ONEDNN: Final = {
-    torch.float16: "_is_mkldnn_fp16_supported",
-    torch.bfloat16: "_is_mkldnn_bf16_supported",
-}
-_X86_WITHOUT: Final = {
-    torch.float16: ("DEFAULT", "AVX2", "AVX512"),
-    torch.bfloat16: ("DEFAULT", "AVX2"),
+# How to ask torch's oneDNN for units, and the x86 processors without
+_UNITS: Final = {
+    torch.float16: ("_is_mkldnn_fp16_supported", ("DEFAULT", "AVX2", "AVX512")),
+    torch.bfloat16: ("_is_mkldnn_bf16_supported", ("DEFAULT", "AVX2")),
 }
 
 
@@ -79,9 +63,10 @@ def cpu_lacks_matmul(half: torch.dtype) -> bool:
     Where torch's oneDNN cannot be asked (other builds), x86 is taken to lack those for float16, and
     before AVX-512 those for bfloat16; anything else is taken to have them.
     """
-    supported = getattr(torch.ops.mkldnn, _ASK_ONEDNN[half], None)
+    name, x86_without = _UNITS[half]
+    supported = getattr(torch.ops.mkldnn, name, None)
     if supported is None:
-        return torch.backends.cpu.get_cpu_capability() in _X86_WITHOUT[half]
+        return torch.backends.cpu.get_cpu_capability() in x86_without
     return not supported()
 
 

@@ -15,17 +15,18 @@ import numpy as np
 import torch
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 
 from preamp.kernels.jit.compiler import function
 from preamp.kernels.jit.words import (
     CODES,
     ZEROS,
     bits_of_f32,
+    emitted,
     f32_of_bits,
     from_float,
     higher,
     magnitude,
+    or_nan,
     peek,
     poke,
     to_float,
@@ -80,28 +81,24 @@ def _at_least(builder: Any, value: Any, least: Any) -> Any:
     return builder.select(builder.icmp_signed("<", value, least), least, value)
 
 
-@intrinsic
-def join(typing: Any, half: Any, low: Any) -> Any:
+@emitted(types.float32)
+def join(builder, kinds, half, low):
     """The float32 value of a half weight and what is kept beside it."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        raw, low = args[0], builder.sext(args[1], _Int)
-        if half == types.int16:  # bfloat16, where nan stays one
-            word = builder.zext(raw, _Int)
-            is_zero = builder.icmp_signed("==", builder.and_(word, _Int(0x7FFF)), _Int(0))
-            low = builder.select(is_zero, _at_least(builder, low, _Int(0)), low)
-            return builder.bitcast(builder.add(builder.shl(word, _Int(16)), low), _Float)
-        bits = builder.bitcast(to_float(builder, raw, half), _Int)
-        size = builder.bitcast(builder.and_(bits, _Int(_MAGNITUDE)), _Float)
-        # In 2**-16 of a unit. Infinity and nan stay what they are.
-        by = builder.sub(_unit_of(builder, bits), _Int(16 << 23))
-        size = _exact(builder, builder.sitofp(low, _Float), builder.bitcast(by, _Float), size)
-        # Below zero is only what lies beside a zero that a script has written.
-        is_below = builder.fcmp_ordered("<", size, _Float(0.0))
-        size = builder.bitcast(builder.select(is_below, _Float(0.0), size), _Int)
-        return builder.bitcast(builder.or_(size, builder.and_(bits, _Int(_SIGN))), _Float)
-
-    return types.float32(half, low), generate
+    low = builder.sext(low, _Int)
+    if kinds[0] == types.int16:  # bfloat16, where nan stays one
+        word = builder.zext(half, _Int)
+        is_zero = builder.icmp_signed("==", builder.and_(word, _Int(0x7FFF)), _Int(0))
+        low = builder.select(is_zero, _at_least(builder, low, _Int(0)), low)
+        return builder.bitcast(builder.add(builder.shl(word, _Int(16)), low), _Float)
+    bits = builder.bitcast(to_float(builder, half, kinds[0]), _Int)
+    size = builder.bitcast(builder.and_(bits, _Int(_MAGNITUDE)), _Float)
+    # In 2**-16 of a unit. Infinity and nan stay what they are.
+    by = builder.sub(_unit_of(builder, bits), _Int(16 << 23))
+    size = _exact(builder, builder.sitofp(low, _Float), builder.bitcast(by, _Float), size)
+    # Below zero is only what lies beside a zero that a script has written.
+    is_below = builder.fcmp_ordered("<", size, _Float(0.0))
+    size = builder.bitcast(builder.select(is_below, _Float(0.0), size), _Int)
+    return builder.bitcast(builder.or_(size, builder.and_(bits, _Int(_SIGN))), _Float)
 
 
 def _exact(builder: Any, value: Any, power: Any, addend: Any) -> Any:
@@ -117,39 +114,27 @@ def _unit_of(builder: Any, bits: Any) -> Any:
     return builder.sub(_at_least(builder, field, _Int(113 << 23)), _Int(10 << 23))
 
 
-@intrinsic
-def half_of(typing: Any, value: Any, zero: Any) -> Any:
+@emitted(lambda value, zero: zero)
+def half_of(builder, kinds, value, zero):
     """The half weight that a float32 value is split into."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        word = builder.bitcast(args[0], _Int)
-        if zero == types.int16:  # bfloat16
-            high = builder.lshr(builder.add(word, _Int(0x8000)), _Int(16))
-            is_nan = builder.fcmp_unordered("uno", args[0], args[0])
-            return builder.trunc(builder.select(is_nan, _Int(0x7FC0), high), _Short)
-        half, far = _nearest(builder, args[0])
-        is_half_way = builder.icmp_signed("==", far, _Int(_WHOLE_BITS + (1 << 15)))
-        return builder.add(half, builder.zext(is_half_way, _Short))
-
-    return zero(value, zero), generate
+    if kinds[1] == types.int16:  # bfloat16
+        word = builder.add(builder.bitcast(value, _Int), _Int(0x8000))
+        return or_nan(builder, value, builder.lshr(word, _Int(16)), 0x7FC0)
+    half, far = _nearest(builder, value)
+    is_half_way = builder.icmp_signed("==", far, _Int(_WHOLE_BITS + (1 << 15)))
+    return builder.add(half, builder.zext(is_half_way, _Short))
 
 
-@intrinsic
-def low_of(typing: Any, value: Any, zero: Any) -> Any:
+@emitted(types.int16)
+def low_of(builder, kinds, value, zero):
     """What is kept beside it."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        if zero == types.int16:  # bfloat16
-            is_nan = builder.fcmp_unordered("uno", args[0], args[0])
-            word = builder.bitcast(args[0], _Int)
-            return builder.trunc(builder.select(is_nan, _Int(0), word), _Short)
-        half, far = _nearest(builder, args[0])
-        is_finite = builder.icmp_unsigned("<", builder.and_(half, _Short(0x7FFF)), _Short(0x7C00))
-        # Half way it is 2**15, and of the next half weight, which is taken then, -2**15: the same
-        # 16 bits. That one has the same unit, since only an even one is left for the next.
-        return builder.trunc(builder.select(is_finite, far, _Int(0)), _Short)
-
-    return types.int16(value, zero), generate
+    if kinds[1] == types.int16:  # bfloat16
+        return or_nan(builder, value, builder.bitcast(value, _Int), 0)
+    half, far = _nearest(builder, value)
+    is_finite = builder.icmp_unsigned("<", builder.and_(half, _Short(0x7FFF)), _Short(0x7C00))
+    # Half way it is 2**15, and of the next half weight, which is taken then, -2**15: the same
+    # 16 bits. That one has the same unit, since only an even one is left for the next.
+    return builder.trunc(builder.select(is_finite, far, _Int(0)), _Short)
 
 
 def _nearest(builder: Any, value: Any) -> tuple[Any, Any]:
@@ -163,103 +148,76 @@ def _nearest(builder: Any, value: Any) -> tuple[Any, Any]:
     # 2**16 / unit, of powers of two
     by = builder.sub(_Int((2 * 127 + 16) << 23), _unit_of(builder, bits))
     by = builder.bitcast(builder.or_(by, builder.and_(bits, _Int(_SIGN))), _Float)
-    return half, builder.bitcast(
-        _exact(builder, builder.fsub(value, wide), by, _Float(_WHOLE)), _Int
-    )
+    far = _exact(builder, builder.fsub(value, wide), by, _Float(_WHOLE))
+    return half, builder.bitcast(far, _Int)
 
 
-@intrinsic
-def times(typing: Any, chance: Any, by: Any) -> Any:
+@emitted(types.uint16)
+def times(builder, kinds, chance, by):
     """A product modulo 2**16."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.mul(*args)
-
-    return types.uint16(types.uint16, types.uint16), generate
+    return builder.mul(chance, by)
 
 
-@intrinsic
-def round_by_chance(typing: Any, value: Any, chance: Any) -> Any:
+@emitted(types.int16)
+def round_by_chance(builder, kinds, value, chance):
     """To bfloat16, away from zero if the chance says so."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        word = builder.bitcast(args[0], _Int)
-        rounded = builder.lshr(builder.add(word, builder.zext(args[1], _Int)), _Int(16))
-        is_nan = builder.fcmp_unordered("uno", args[0], args[0])
-        return builder.trunc(builder.select(is_nan, _Int(0x7FC0), rounded), _Short)
-
-    return types.int16(value, chance), generate
+    word = builder.add(builder.bitcast(value, _Int), builder.zext(chance, _Int))
+    return or_nan(builder, value, builder.lshr(word, _Int(16)), 0x7FC0)
 
 
-@intrinsic
-def decode(typing: Any, code: Any, lowest: Any) -> Any:
+@emitted(types.float32)
+def decode(builder, kinds, code, lowest):
     """The value of a code of 8 bits in a finite block; ``lowest`` is its lowest exponent field."""
+    whole = (builder.sext if kinds[0].signed else builder.zext)(code, _Int)
+    lowest = builder.trunc(lowest, _Int)
+    is_negative = builder.icmp_signed("<", whole, _Int(0))
+    size = builder.select(is_negative, builder.neg(whole), whole)
+    is_below = builder.icmp_signed("<", size, _Int(1 << MANTISSA))
+    first = builder.shl(builder.sub(lowest, _Int(1)), _Int(MANTISSA))
+    word = builder.shl(builder.add(size, first), _Int(_DROPPED))
+    word = builder.select(is_below, builder.add(word, _Int(1 << 23)), word)
+    value = builder.bitcast(word, _Float)
+    below = builder.fsub(value, _power(builder, lowest))
+    value = builder.select(is_below, below, value)
+    return builder.select(is_negative, builder.fneg(value), value)
 
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        whole = (builder.sext if code.signed else builder.zext)(args[0], _Int)
-        lowest = builder.trunc(args[1], _Int)
+
+@emitted(lambda value, chance, lowest, zero: zero)
+def encode(builder, kinds, value, chance, lowest, zero):
+    """The code of a value in a finite block, of the type of ``zero``."""
+    is_signed = kinds[3].signed
+    binades = BINADES[Format.SIGNED if is_signed else Format.UNSIGNED]
+    whole, lowest = builder.bitcast(value, _Int), builder.trunc(lowest, _Int)
+    size = builder.and_(whole, _Int(_MAGNITUDE))
+    below = builder.fadd(builder.bitcast(size, _Float), _power(builder, lowest))
+    below = builder.sub(builder.bitcast(below, _Int), _Int(1 << 23))
+    is_below = builder.icmp_signed("<", size, builder.shl(lowest, _Int(23)))
+    word = builder.select(is_below, below, size)
+    chance = builder.shl(builder.zext(chance, _Int), _Int(_DROPPED - 16))
+    word = builder.lshr(builder.add(word, chance), _Int(_DROPPED))
+    first = builder.shl(builder.sub(lowest, _Int(1)), _Int(MANTISSA))
+    code, top = builder.sub(word, first), _Int((binades << MANTISSA) - 1)
+    code = builder.select(builder.icmp_signed(">", code, top), top, code)
+    if is_signed:
         is_negative = builder.icmp_signed("<", whole, _Int(0))
-        size = builder.select(is_negative, builder.neg(whole), whole)
-        is_below = builder.icmp_signed("<", size, _Int(1 << MANTISSA))
-        first = builder.shl(builder.sub(lowest, _Int(1)), _Int(MANTISSA))
-        word = builder.shl(builder.add(size, first), _Int(_DROPPED))
-        word = builder.select(is_below, builder.add(word, _Int(1 << 23)), word)
-        value = builder.bitcast(word, _Float)
-        below = builder.fsub(value, _power(builder, lowest))
-        value = builder.select(is_below, below, value)
-        return builder.select(is_negative, builder.fneg(value), value)
-
-    return types.float32(code, types.int64), generate
+        code = builder.select(is_negative, builder.neg(code), code)
+    else:
+        is_above = builder.icmp_signed(">", size, _Int(0))
+        code = _at_least(builder, code, builder.zext(is_above, _Int))
+    return builder.trunc(code, ir.IntType(8))
 
 
-@intrinsic
-def encode(typing: Any, value: Any, chance: Any, lowest: Any, zero: Any) -> Any:
-    """The code of a value in a finite block."""
-    binades = BINADES[Format.SIGNED if zero.signed else Format.UNSIGNED]
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        whole, lowest = builder.bitcast(args[0], _Int), builder.trunc(args[2], _Int)
-        size = builder.and_(whole, _Int(_MAGNITUDE))
-        below = builder.fadd(builder.bitcast(size, _Float), _power(builder, lowest))
-        below = builder.sub(builder.bitcast(below, _Int), _Int(1 << 23))
-        is_below = builder.icmp_signed("<", size, builder.shl(lowest, _Int(23)))
-        word = builder.select(is_below, below, size)
-        chance = builder.shl(builder.zext(args[1], _Int), _Int(_DROPPED - 16))
-        word = builder.lshr(builder.add(word, chance), _Int(_DROPPED))
-        first = builder.shl(builder.sub(lowest, _Int(1)), _Int(MANTISSA))
-        code, top = builder.sub(word, first), _Int((binades << MANTISSA) - 1)
-        code = builder.select(builder.icmp_signed(">", code, top), top, code)
-        if zero.signed:
-            is_negative = builder.icmp_signed("<", whole, _Int(0))
-            code = builder.select(is_negative, builder.neg(code), code)
-        else:
-            is_above = builder.icmp_signed(">", size, _Int(0))
-            code = _at_least(builder, code, builder.zext(is_above, _Int))
-        return builder.trunc(code, ir.IntType(8))
-
-    return zero(value, chance, types.int64, zero), generate
-
-
-@intrinsic
-def philox(typing: Any, room: Any, place: Any, counter: Any, given: Any) -> Any:
+@emitted(types.void)
+def philox(builder, kinds, room, place, counter, given):
     """Put the 4 words of `preamp.kernels.stored.noise` at ``place``.
 
     ``given`` are the step, the seed and the number, uint32.
     """
-    words = types.UniTuple(types.uint32, 3)
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        room, place, counter, given = args
-        step, *key = (builder.zext(builder.extract_value(given, n), _Long) for n in range(3))
-        words = [counter, builder.lshr(counter, _Long(32)), step, _Long(0)]
-        target = builder.gep(
-            builder.inttoptr(room, _Int.as_pointer()), [builder.mul(place, _Long(4))]
-        )
-        for number, word in enumerate(_philox(builder, words, key)):
-            builder.store(builder.trunc(word, _Int), builder.gep(target, [_Long(number)]))
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64, words), generate
+    step, *key = (builder.zext(builder.extract_value(given, n), _Long) for n in range(3))
+    words = [counter, builder.lshr(counter, _Long(32)), step, _Long(0)]
+    target = builder.gep(builder.inttoptr(room, _Int.as_pointer()), [builder.mul(place, _Long(4))])
+    for number, word in enumerate(_philox(builder, words, key)):
+        builder.store(builder.trunc(word, _Int), builder.gep(target, [_Long(number)]))
 
 
 def _philox(builder: Any, words: list[Any], key: list[Any]) -> list[Any]:
@@ -284,18 +242,6 @@ def _philox(builder: Any, words: list[Any], key: list[Any]) -> list[Any]:
 
 
 # -- lists ----------------------------------------------------------------------------------------
-
-
-@function
-def end_of_piece(begin, last, most, tensor, layout):
-    """Where whole blocks end that are at hand together, ``most`` elements at most."""
-    end = begin + most
-    if end >= last:
-        return last
-    length = layout.lengths[tensor]
-    if length:
-        end -= end % layout.rows[tensor] % length
-    return end
 
 
 @function
@@ -359,7 +305,36 @@ def pack(values, place, kind, beside, tensor, begin, n, chance, by, layout):
             own = times(peek(chance, i, _U16), by)
             poke(place, i, round_by_chance(peek(values, i, _F32), own))
     else:
-        encode_blocks(values, place, kind, beside, tensor, begin, n, chance, by, layout)
+        row, length = layout.rows[tensor], layout.lengths[tensor]
+        column = begin % row
+        block = begin // row * (-(-row // length)) + column // length
+        first = 0
+        while first < n:
+            last = first + min(length, row - column)
+            top = magnitude(_F32)
+            for i in range(first, last):
+                top = higher(top, magnitude(peek(values, i, _F32)))
+            largest = np.int64(top)
+            if largest >= _INFINITY:
+                poke(beside, block, f32_of_bits(top))
+                for i in range(first, last):
+                    poke(place, i, _U8)
+            else:
+                field = min(max((largest + _BELOW_TOP) >> 23, _LEAST), 254)
+                poke(beside, block, f32_of_bits(np.uint32(field << 23)))
+                if kind == _IS_SIGNED:
+                    lowest = field - _SIGNED_TO_LOWEST
+                    for i in range(first, last):
+                        own = times(peek(chance, i, _U16), by)
+                        poke(place, i, encode(peek(values, i, _F32), own, lowest, _I8))
+                else:
+                    lowest = field - _UNSIGNED_TO_LOWEST
+                    for i in range(first, last):
+                        own = times(peek(chance, i, _U16), by)
+                        poke(place, i, encode(peek(values, i, _F32), own, lowest, _U8))
+            column += last - first
+            column = column if column < row else 0
+            first, block = last, block + 1
 
 
 @function
@@ -371,38 +346,3 @@ def chances(tensor, begin, n, room, layout):
     for place in range(((start + n + 7) >> 3) - first):
         philox(room, place, first + place, given)
     return room + 2 * (start - 8 * first)
-
-
-@function
-def encode_blocks(values, place, kind, beside, tensor, begin, n, chance, by, layout):
-    """Keep elements in 8 bits, and the scales of their blocks."""
-    row, length = layout.rows[tensor], layout.lengths[tensor]
-    column = begin % row
-    block = begin // row * (-(-row // length)) + column // length
-    first = 0
-    while first < n:
-        last = first + min(length, row - column)
-        top = magnitude(_F32)
-        for i in range(first, last):
-            top = higher(top, magnitude(peek(values, i, _F32)))
-        largest = np.int64(top)
-        if largest >= _INFINITY:
-            poke(beside, block, f32_of_bits(top))
-            for i in range(first, last):
-                poke(place, i, _U8)
-        else:
-            field = min(max((largest + _BELOW_TOP) >> 23, _LEAST), 254)
-            poke(beside, block, f32_of_bits(np.uint32(field << 23)))
-            if kind == _IS_SIGNED:
-                lowest = field - _SIGNED_TO_LOWEST
-                for i in range(first, last):
-                    own = times(peek(chance, i, _U16), by)
-                    poke(place, i, encode(peek(values, i, _F32), own, lowest, _I8))
-            else:
-                lowest = field - _UNSIGNED_TO_LOWEST
-                for i in range(first, last):
-                    own = times(peek(chance, i, _U16), by)
-                    poke(place, i, encode(peek(values, i, _F32), own, lowest, _U8))
-        column += last - first
-        column = column if column < row else 0
-        first, block = last, block + 1

@@ -31,16 +31,7 @@ import numpy as np
 import torch
 
 from preamp.kernels.jit.compiler import function, kernel, part
-from preamp.kernels.jit.formats import (
-    ODDS,
-    chances,
-    end_of_piece,
-    half_of,
-    join,
-    low_of,
-    pack,
-    unpack,
-)
+from preamp.kernels.jit.formats import ODDS, chances, half_of, join, low_of, pack, unpack
 from preamp.kernels.jit.formulas import direction, stepped
 from preamp.kernels.jit.words import (
     CODES,
@@ -151,10 +142,8 @@ class _Room(threading.local):
     """Memory of a thread for what kernels widen, and for the addresses of what they have found."""
 
     def __init__(self) -> None:
-        self.blocks, self.found = (
-            np.empty((_LISTS + 1, BLOCK), np.float32),
-            np.empty(_LISTS, np.int64),
-        )
+        self.blocks = np.empty((_LISTS + 1, BLOCK), np.float32)
+        self.found = np.empty(_LISTS, np.int64)
         self.address = self.blocks.ctypes.data
 
 
@@ -212,10 +201,14 @@ def _wait_for(others: Sequence[Future[None]]) -> None:
 
 @function
 def last_at_hand(begin, last, tensor, layout):
-    """Where the elements end that are at hand together."""
+    """Where the elements end that are at hand together, in whole blocks of a tensor in blocks."""
+    end = min(begin + BLOCK, last)
     if layout is None:
-        return min(begin + BLOCK, last)
-    return end_of_piece(begin, last, BLOCK, tensor, layout)
+        return end
+    length = layout.lengths[tensor]
+    if length and end < last:
+        end -= end % layout.rows[tensor] % length
+    return end
 
 
 @function

@@ -11,6 +11,7 @@ that stays in the cache: one machine code serves all dtypes, and takes a second 
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import numpy as np
@@ -47,6 +48,32 @@ _LLVM: dict[Any, ir.Type] = {
 }
 
 
+def emitted(result: Any) -> Any:
+    """An intrinsic: a function that emits LLVM's instructions for arguments as they come.
+
+    It is given the builder, numba's types of the arguments, and their values. ``result`` is the
+    type of what it returns, or makes that of the arguments' types. Functions in Python would take
+    the compiler a good part of a second each.
+    """
+
+    def intrinsic_of(emit: Any) -> Any:
+        def define(typing: Any, *kinds: Any) -> Any:
+            def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+                found = emit(builder, kinds, *args)
+                return context.get_dummy_value() if found is None else found
+
+            returned = result if isinstance(result, types.Type) else result(*kinds)
+            return returned(*kinds), generate
+
+        own: Any = define
+        own.__name__, own.__doc__ = emit.__name__, emit.__doc__
+        signature = inspect.signature(emit)
+        own.__signature__ = signature.replace(parameters=[*signature.parameters.values()][1:])
+        return intrinsic(own)
+
+    return intrinsic_of
+
+
 # -- memory ---------------------------------------------------------------------------------------
 
 
@@ -55,47 +82,33 @@ def _place(builder: Any, address: Any, index: Any, stored: Any) -> Any:
     return builder.gep(builder.inttoptr(address, _LLVM[stored].as_pointer()), [index])
 
 
-@intrinsic
-def peek(typing: Any, address: Any, index: Any, kind: Any) -> Any:
-    """The element ``index`` of the memory at ``address``, as stored."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.load(_place(builder, args[0], args[1], kind))
-
-    return kind(types.int64, types.int64, kind), generate
+@emitted(lambda address, index, zero: zero)
+def peek(builder, kinds, address, index, zero):
+    """The element ``index`` of the memory at ``address``, stored as ``zero`` is."""
+    return builder.load(_place(builder, address, index, kinds[2]))
 
 
-@intrinsic
-def poke(typing: Any, address: Any, index: Any, value: Any) -> Any:
+@emitted(types.void)
+def poke(builder, kinds, address, index, value):
     """Store ``value``, of a type in which elements are stored."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        builder.store(args[2], _place(builder, args[0], args[1], value))
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, value), generate
+    builder.store(value, _place(builder, address, index, kinds[2]))
 
 
 # -- bits -----------------------------------------------------------------------------------------
-#
-# Intrinsics, since each function in Python takes the compiler a good part of a second.
+
+_I16, _I32, _I64, _FLOAT = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 
 
-def _same_bits(to: Any, of: Any) -> Any:
-    def convert(typing: Any, value: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            return builder.bitcast(args[0], context.get_value_type(to))
-
-        return to(of), generate
-
-    return intrinsic(convert)
+@emitted(types.float32)
+def f32_of_bits(builder, kinds, bits):
+    """The float32 value of a word."""
+    return builder.bitcast(bits, _FLOAT)
 
 
-f32_of_bits = _same_bits(types.float32, types.uint32)
-bits_of_f32 = _same_bits(types.uint32, types.float32)
-
-
-_I32, _FLOAT = ir.IntType(32), ir.FloatType()
+@emitted(types.uint32)
+def bits_of_f32(builder, kinds, value):
+    """The word of a float32 value."""
+    return builder.bitcast(value, _I32)
 
 
 def to_float(builder: Any, raw: Any, kind: Any) -> Any:
@@ -109,101 +122,80 @@ def to_float(builder: Any, raw: Any, kind: Any) -> Any:
 def from_float(builder: Any, value: Any, kind: Any) -> Any:
     """float32 rounded to either half dtype."""
     if kind == _F16:
-        return builder.bitcast(builder.fptrunc(value, ir.HalfType()), ir.IntType(16))
+        return builder.bitcast(builder.fptrunc(value, ir.HalfType()), _I16)
     word = builder.bitcast(value, _I32)
     # Half a unit in the last place, and one more where that place is odd
     odd = builder.and_(builder.lshr(word, _I32(16)), _I32(1))
     rounded = builder.lshr(builder.add(builder.add(word, _I32(0x7FFF)), odd), _I32(16))
+    return or_nan(builder, value, rounded, 0x7FC0)
+
+
+def or_nan(builder: Any, value: Any, word: Any, of_nan: int) -> Any:
+    """The low 16 bits of a word, or of what stands for nan where the value is that."""
     is_nan = builder.fcmp_unordered("uno", value, value)
-    return builder.trunc(builder.select(is_nan, _I32(0x7FC0), rounded), ir.IntType(16))
+    return builder.trunc(builder.select(is_nan, _I32(of_nan), word), _I16)
 
 
-@intrinsic
-def widen(typing: Any, raw: Any) -> Any:
+@emitted(types.float32)
+def widen(builder, kinds, raw):
     """What is stored as ``raw``, in float32."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        is_half = raw in (_F16, _BF16)
-        return to_float(builder, args[0], raw) if is_half else args[0]
-
-    return types.float32(raw), generate
+    return raw if kinds[0] == types.float32 else to_float(builder, raw, kinds[0])
 
 
-@intrinsic
-def narrow(typing: Any, value: Any, zero: Any) -> Any:
+@emitted(lambda value, zero: zero)
+def narrow(builder, kinds, value, zero):
     """A float32 value rounded to nearest even, once, as a half element is stored."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return from_float(builder, args[0], zero)
-
-    return zero(value, zero), generate
+    return from_float(builder, value, kinds[1])
 
 
-@intrinsic
-def taken_over(typing: Any, value: Any, half: Any) -> Any:
+@emitted(types.float32)
+def taken_over(builder, kinds, value, half):
     """What a master and its half weight say: see `preamp.kernels.stored.taken_over`."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        rounded = from_float(builder, args[0], half)
-        other = to_float(builder, args[1], half)
-        return builder.select(builder.icmp_signed("==", rounded, args[1]), args[0], other)
-
-    return value(value, half), generate
+    rounded = from_float(builder, value, kinds[1])
+    other = to_float(builder, half, kinds[1])
+    return builder.select(builder.icmp_signed("==", rounded, half), value, other)
 
 
 _MAGNITUDES = {_F16: _F16, _BF16: _F16, types.float32: types.uint32}
 
 
-@intrinsic
-def magnitude(typing: Any, raw: Any) -> Any:
+@emitted(_MAGNITUDES.__getitem__)
+def magnitude(builder, kinds, raw):
     """The bits of the magnitude, which are ordered as the magnitudes are, nan last.
 
     As wide as the element: numba's own operations would make 64 bits of them.
     """
-    bits = _MAGNITUDES[raw]
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        whole = ir.IntType(bits.bitwidth)
-        return builder.and_(builder.bitcast(args[0], whole), whole(2 ** (bits.bitwidth - 1) - 1))
-
-    return bits(raw), generate
+    whole = ir.IntType(kinds[0].bitwidth)
+    return builder.and_(builder.bitcast(raw, whole), whole(2 ** (whole.width - 1) - 1))
 
 
-@intrinsic
-def higher(typing: Any, a: Any, b: Any) -> Any:
+@emitted(lambda a, b: a)
+def higher(builder, kinds, a, b):
     """The larger of two magnitudes."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.select(builder.icmp_unsigned(">", *args), *args)
-
-    return a(a, a), generate
+    return builder.select(builder.icmp_unsigned(">", a, b), a, b)
 
 
-@intrinsic
-def value_of(typing: Any, bits: Any, raw: Any) -> Any:
+@emitted(types.float64)
+def value_of(builder, kinds, bits, raw):
     """The magnitude that has these bits, as float64."""
+    is_half = kinds[1] in (_F16, _BF16)
+    value = to_float(builder, bits, kinds[1]) if is_half else builder.bitcast(bits, _FLOAT)
+    return builder.fpext(value, ir.DoubleType())
 
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        value, kind = args[0], raw
-        if kind in (_F16, _BF16):
-            value, kind = to_float(builder, value, kind), types.float32
-        value = builder.bitcast(value, context.get_value_type(kind))
-        return context.cast(builder, value, kind, types.float64)
 
-    return types.float64(bits, raw), generate
+@emitted(lambda total, value: total)
+def add(builder, kinds, total, value):
+    """``total + value`` where the order of a sum does not matter: in as many lanes as there are."""
+    return builder.fadd(total, value, flags=("reassoc",))
+
+
+@emitted(types.int64)
+def itemsize(builder, kinds, zero):
+    """Bytes of an element that is stored as ``zero`` is."""
+    return _I64(kinds[0].bitwidth // 8)
 
 
 # -- dtypes ---------------------------------------------------------------------------------------
-
-
-@intrinsic
-def itemsize(typing: Any, zero: Any) -> Any:
-    """Bytes of an element that is stored as ``zero`` is."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return context.get_constant(types.int64, zero.bitwidth // 8)
-
-    return types.int64(zero), generate
 
 
 @function
@@ -245,13 +237,3 @@ def take_over(masters, halves, kind, count):
     elif kind == _IS_F16:
         for i in range(count):
             poke(masters, i, taken_over(peek(masters, i, _F32), peek(halves, i, _ZERO_F16)))
-
-
-@intrinsic
-def add(typing: Any, total: Any, value: Any) -> Any:
-    """``total + value`` where the order of a sum does not matter: in as many lanes as there are."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.fadd(args[0], args[1], flags=("reassoc",))
-
-    return total(total, total), generate

@@ -81,16 +81,12 @@ def number_of(
             return lr
 
 
-def _itself(formula: Formula) -> Formula:
-    return formula
-
-
 def _divide(a: Any, b: Any) -> Any:
     return a / b
 
 
 _FORMULAS = bound_formulas(
-    _itself, root=Lists.sqrt, divide=_divide, corrected=_divide, choose=choose
+    lambda formula: formula, root=Lists.sqrt, divide=_divide, corrected=_divide, choose=choose
 )
 
 

@@ -51,20 +51,12 @@ class Lists:
         return Lists(_torch._foreach_sqrt(self.each))
 
 
-def _rows(*given: Any) -> list[Sequence[Any]]:
-    """Of each as many as there are tensors; one of them is `Lists`."""
-    count = next(len(value.each) for value in given if isinstance(value, Lists))
-    return [value.each if isinstance(value, Lists) else [value] * count for value in given]
-
-
-def choose(condition: Any, a: Any, b: Any) -> Any:
-    """One of two values, by a condition that is one for all or one for each."""
+def choose(condition: bool | torch.Tensor, a: Lists, b: Lists) -> Lists:
+    """One of two lists, by a condition for all."""
     if isinstance(condition, bool):
         return a if condition else b
-    if any(isinstance(value, Lists) for value in (condition, a, b)):
-        rows = zip(*_rows(condition, a, b), strict=True)
-        return Lists([cast("Any", torch).where(*row) for row in rows])
-    return torch.where(condition, a, b)
+    pairs = zip(a.each, b.each, strict=True)
+    return Lists([torch.where(condition, *pair) for pair in pairs])
 
 
 class Run(NamedTuple):

@@ -78,15 +78,13 @@ class Slot:
             return value.reshape(()) if value.numel() == 1 else value
         return value
 
-    def number(self, value: Scalar) -> torch.Tensor:
-        """The same as a tensor; a number becomes a 0-dim one."""
-        found = self.scalar(value)
-        return found if isinstance(found, torch.Tensor) else self.p.each[0].new_full((), found)
-
     def of_each(self, value: Scalar) -> Any:
-        """A number for all, or of a vector with one for each place that of the run's."""
-        if not isinstance(value, torch.Tensor) or value.numel() == 1:
-            return self.number(value).reshape(())
+        """A 0-dim tensor for all, or of a vector with one for each place those of the run's."""
+        value = self.scalar(value)
+        if not isinstance(value, torch.Tensor):
+            return self.p.each[0].new_full((), value)
+        if value.dim() == 0:
+            return value
         numbers = value.unbind()
         return Lists([numbers[place] for place in self._run.places])
 

@@ -10,7 +10,7 @@ from typing import Final
 import torch
 
 from preamp.core.dtypes import math_dtype
-from preamp.core.tensors import host_reaches, local_of
+from preamp.core.tensors import host_reaches, local_of, memory_order
 
 _BLOCK_ON_CPU: Final = 1 << 18  # elements whose temporaries stay in the cache
 _BLOCK_ELSEWHERE: Final = 1 << 22  # few launches, and temporaries of some tens of megabytes
@@ -41,9 +41,7 @@ class Tally:
 def flat_of(tensor: torch.Tensor) -> torch.Tensor:
     """All elements in one dimension, in any order; a view where they lie densely."""
     tensor = tensor.detach().resolve_neg()
-    if not tensor.is_contiguous():
-        tensor = tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
-    return tensor.reshape(-1).contiguous()
+    return tensor.permute(memory_order(tensor)).reshape(-1).contiguous()
 
 
 def blocks_of(flat: torch.Tensor) -> Iterator[torch.Tensor]:

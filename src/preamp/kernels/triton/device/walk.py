@@ -67,17 +67,22 @@ def bounds(whole, count, AT_ONCE: tl.constexpr):
 @helper
 def load(at, start, where, mask, AT_ONCE: tl.constexpr, KIND: tl.constexpr):
     """Load elements of dtype ``KIND`` widened to float32."""
-    if KIND == tl.bfloat16:
-        raw = read(at, start, where, mask, AT_ONCE, tl.int16)
-    else:
-        raw = read(at, start, where, mask, AT_ONCE, KIND)
-    return widen(raw, KIND)
+    return widen(read(at, start, where, mask, AT_ONCE, KIND), KIND)
 
 
 @helper
-def read(at, start, where, mask, AT_ONCE: tl.constexpr, STORED: tl.constexpr):
+def _pointer(at, KIND: tl.constexpr):
+    """Where elements are stored: bfloat16 as the int16 that holds its bits."""
+    if KIND == tl.bfloat16:
+        return at.to(tl.pointer_type(tl.int16))
+    else:
+        return at.to(tl.pointer_type(KIND))
+
+
+@helper
+def read(at, start, where, mask, AT_ONCE: tl.constexpr, KIND: tl.constexpr):
     """Load elements as they are stored."""
-    places = at.to(tl.pointer_type(STORED)) + start + where
+    places = _pointer(at, KIND) + start + where
     if AT_ONCE == 1:
         return tl.load(places, mask=mask, other=0)
     else:
@@ -87,10 +92,7 @@ def read(at, start, where, mask, AT_ONCE: tl.constexpr, STORED: tl.constexpr):
 @helper
 def store(at, start, where, mask, AT_ONCE: tl.constexpr, KIND: tl.constexpr, raw):
     """Store what `narrow` returned."""
-    if KIND == tl.bfloat16:
-        places = at.to(tl.pointer_type(tl.int16)) + start + where
-    else:
-        places = at.to(tl.pointer_type(KIND)) + start + where
+    places = _pointer(at, KIND) + start + where
     if AT_ONCE == 1:
         tl.store(places, raw, mask=mask)
     else:
@@ -108,8 +110,6 @@ def narrow(x, KIND: tl.constexpr):
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
         return tl.where(is_nan, 0x7FC0, rounded).to(tl.int16)
-    elif KIND == tl.float16:
-        return x.to(tl.float16)
     else:
         return x.to(KIND)
 
@@ -126,20 +126,13 @@ def widen(raw, KIND: tl.constexpr):
 @helper
 def load_one(at, KIND: tl.constexpr):
     """Load the 0-dim tensor at an address."""
-    if KIND == tl.bfloat16:
-        raw = tl.load(at.to(tl.pointer_type(tl.int16)))
-    else:
-        raw = tl.load(at.to(tl.pointer_type(KIND)))
-    return widen(raw, KIND)
+    return widen(tl.load(_pointer(at, KIND)), KIND)
 
 
 @helper
 def store_one(at, KIND: tl.constexpr, x):
     """Round into the 0-dim tensor at an address."""
-    if KIND == tl.bfloat16:
-        tl.store(at.to(tl.pointer_type(tl.int16)), narrow(x, KIND))
-    else:
-        tl.store(at.to(tl.pointer_type(KIND)), narrow(x, KIND))
+    tl.store(_pointer(at, KIND), narrow(x, KIND))
 
 
 @helper
