@@ -200,7 +200,6 @@ def test_only_the_first_rank_speaks(
 ROOT = Path(__file__).parents[2]
 PROGRAMS = (
     ("tests/scripts/imagenet.py", "--opt-level", "O2", "--epochs", "1"),
-    ("tests/scripts/bert.py", "--fp16", "--fp16_opt_level", "O2", "--optimizer", "fused_adam"),
     ("examples/01_minimal.py", "--steps", "20"),
     ("examples/02_accumulation_and_clipping.py", "--steps", "20"),
     ("examples/03_gan.py", "--steps", "20"),
