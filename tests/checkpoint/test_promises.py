@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import preamp
+from attack_cases import VALUES, rewrite
 from kit.compare import same
 from kit.refusals import refused
 from kit.saved import STEP, SavedRun
@@ -220,62 +221,38 @@ def test_another_generator_of_numpy_is_refused_before_anything_is_written(
     assert torch.equal(model.weight, before)
 
 
-def rewritten(path: Path, change: Callable[[Any], None]) -> None:
-    """Change the content of a file, and give it the checksum of what it is now."""
-    with path.open("rb") as file:
-        about, tensors = storage.read_tensors(file)
-    manifest = json.loads(about["preamp"])
-    change(manifest["tree"])
-    text = json.dumps(manifest)
-    digest = storage.hashlib.sha256(text.encode()).hexdigest()
-    kept = {name: value.clone() for name, value in tensors.items()}
-    with storage.replacing(path) as draft:
-        about = {"preamp": text, "preamp_sha256": digest}
-        storage.write_tensors(draft, about, kept)
-
-
-def set_at(*place: Any) -> Callable[[Any], Callable[[Any], None]]:
-    def with_value(value: Any) -> Callable[[Any], None]:
-        def change(tree: Any) -> None:
-            for key in place[:-1]:
-                tree = tree[key]
-            tree[place[-1]] = value
-
-        return change
-
-    return with_value
-
-
+GONE = VALUES[-1]  # takes away what is there
 SCALER = ("engines", 0, "scalers", "$ordered", 0, 1)
-CRAFTED = {
-    "too few words": set_at("rng", "numpy", "key")([1, 2]),
-    "beyond the words": set_at("rng", "numpy", "pos")(10**6),
-    "a generator of no name": set_at("rng", "numpy", "bit_generator")("Own"),
-    "no state of torch": set_at("rng", "torch")("x"),
-    "a version of Python's": set_at("rng", "python", "$tuple", 0)(None),
-    "no random states": lambda tree: tree.pop("rng"),
-    "a counter beyond its tensor": set_at(*SCALER, "unskipped")(2**70),
-    "a scale beyond float32": set_at(*SCALER, "loss_scale")(1e300),
-    "a number without an end": set_at(*SCALER, "loss_scale")(10**400),
-    "a scale that is a size": set_at(*SCALER, "loss_scale")({"$size": [1, 2]}),
-    "a scale that is a word": set_at(*SCALER, "loss_scale")("x"),
-    "a weight under a number": set_at("models", 0, "state")({"$dict": [[5, None]]}),
-    "a scheduler of no class": set_at("schedulers", 0, "class")(5),
-    "a flag beyond float32": set_at("engines", 0, "found_inf", 0)(1e308),
-    "no state of an engine": set_at("engines", 0)([[1]]),
-    "a habit that is many": set_at("engines", 0, "clips", 0)({"$tensor": "rng/torch"}),
-    "no rank": set_at("ranks")(1),
-    "a list for a dict": set_at("models", 0, "metadata")([1]),
-    "a version that is none": set_at("models", 0, "metadata", "bn", "version")({}),
-    "parameters of one number": set_at(
-        "optimizers", 0, "state", "param_groups", 0, "params"
-    )([0, 0, 0, 0, 0, 0]),
-    "a state that is no dict": set_at("optimizers", 0, "state", "state", "$dict", 0, 1)(4),
-    "an optimizer more in an engine": lambda tree: tree["engines"][0]["clips"].append(True),
-    "a parameter without a dtype": lambda tree: tree["optimizers"][0]["params"][0].pop("dtype"),
-    "fewer parameters": lambda tree: tree["optimizers"][0]["params"].pop(),
-    "no content": lambda tree: tree.clear(),
-}  # fmt: skip
+CRAFTED: dict[str, tuple[tuple[Any, ...], Any]] = {  # a place in the file, and what stands there
+    "too few words": (("rng", "numpy", "key"), [1, 2]),
+    "beyond the words": (("rng", "numpy", "pos"), 10**6),
+    "a generator of no name": (("rng", "numpy", "bit_generator"), "Own"),
+    "no state of torch": (("rng", "torch"), "x"),
+    "a version of Python's": (("rng", "python", "$tuple", 0), None),
+    "no random states": (("rng",), GONE),
+    "a counter beyond its tensor": ((*SCALER, "unskipped"), 2**70),
+    "a scale beyond float32": ((*SCALER, "loss_scale"), 1e300),
+    "a number without an end": ((*SCALER, "loss_scale"), 10**400),
+    "a scale that is a size": ((*SCALER, "loss_scale"), {"$size": [1, 2]}),
+    "a scale that is a word": ((*SCALER, "loss_scale"), "x"),
+    "a weight under a number": (("models", 0, "state"), {"$dict": [[5, None]]}),
+    "a scheduler of no class": (("schedulers", 0, "class"), 5),
+    "a flag beyond float32": (("engines", 0, "found_inf", 0), 1e308),
+    "no state of an engine": (("engines", 0), [[1]]),
+    "a habit that is many": (("engines", 0, "clips", 0), {"$tensor": "rng/torch"}),
+    "no rank": (("ranks",), 1),
+    "a list for a dict": (("models", 0, "metadata"), [1]),
+    "a version that is none": (("models", 0, "metadata", "bn", "version"), {}),
+    "parameters of one number": (
+        ("optimizers", 0, "state", "param_groups", 0, "params"),
+        [0, 0, 0, 0, 0, 0],
+    ),
+    "a state that is no dict": (("optimizers", 0, "state", "state", "$dict", 0, 1), 4),
+    "an optimizer more in an engine": (("engines", 0, "clips"), [False, True]),
+    "a parameter without a dtype": (("optimizers", 0, "params", 0, "dtype"), GONE),
+    "fewer parameters": (("optimizers", 0, "params", -1), GONE),
+    "no content": ((), {}),
+}
 """Files that loading once broke, or that it might."""
 
 
@@ -300,8 +277,8 @@ def test_what_does_not_fit_is_refused_before_the_first_change(
     case: str, good: Path, tmp_path: Path
 ) -> None:
     path = tmp_path / "crafted.safetensors"
-    shutil.copyfile(good, path)
-    rewritten(path, CRAFTED[case])
+    place, value = CRAFTED[case]
+    rewrite(good, path, "manifest", ("tree", *place), value)
     run = SavedRun("O2", "SGD", seed=1).play(STEP)
     with untouched(run), pytest.raises((preamp.PreampError, ValueError)) as got:
         run.load(path)

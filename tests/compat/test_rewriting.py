@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Half gradients written to after scale_loss: each sentence of the page on clipping."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -12,87 +10,64 @@ from torch import nn
 import preamp
 from cases.levels import LEVEL_NAMES
 from kit.refusals import refused
+from kit.run import Run, act
 from preamp import amp
 
-Change = Callable[[nn.Module], object]
+
+class Even(nn.Module):
+    """All weights are 32, and all gradients 8 in a step of one backward or two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((2, 2), 32.0))
+
+    def forward(self, parts: int) -> torch.Tensor:
+        return self.weight.float().sum() * (8 / parts)
 
 
-def grads(model: nn.Module) -> list[torch.Tensor]:
-    return [param.grad for param in model.parameters() if param.grad is not None]
-
-
-def halve(model: nn.Module) -> None:
-    for grad in grads(model):
+@act
+def change_gradient(run: Run, how: Literal["halved", "replaced", "clipped", "not"]) -> None:
+    """As a script does after the block."""
+    grad = run.model.weight.grad
+    if how == "halved":
         grad.mul_(0.5)
+    if how == "replaced":
+        run.model.weight.grad = grad * 0.5
+    if how == "clipped":
+        nn.utils.clip_grad_norm_(run.model.parameters(), 8.0)
 
 
-def replace(model: nn.Module) -> None:
-    for param in model.parameters():
-        assert param.grad is not None
-        param.grad = param.grad * 0.5
+@act
+def changed_step(run: Run, parts: int, how: str) -> None:
+    run.zero()
+    for _ in range(parts):
+        run.back(run.model(parts))
+    change_gradient(run, how)  # type: ignore[arg-type]
+    run.step()
 
 
-def clip_norm(model: nn.Module) -> None:
-    nn.utils.clip_grad_norm_(model.parameters(), 8.0)
-
-
-def nothing(model: nn.Module) -> None:
-    """What a script without such lines does."""
-
-
-def take_step(
-    door: Any, options: dict[str, Any], change: Change, *, backwards: int = 1, late: bool = False
-) -> float:
-    """What one step took off a weight whose gradient is 8, changed after the block."""
-    model = nn.Linear(2, 2, bias=False)
-    nn.init.constant_(model.weight, 32.0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    door.initialize(model, optimizer, verbosity=0, **options)
-
-    def step(change: Change) -> None:
-        optimizer.zero_grad()
-        for _ in range(backwards):
-            with door.scale_loss(model.weight.float().sum() * (8 / backwards), optimizer) as scaled:
-                scaled.backward()
-        change(model)
-        optimizer.step()
-
-    try:
-        for _ in range(12 if late else 0):
-            step(nothing)
-        optimizer.param_groups[0]["lr"] = 1.0
-        step(change)
-        return 32.0 - next(iter(amp.master_params(optimizer))).flatten()[0].item()
-    finally:
-        preamp.engine_of(model).close()
-
-
-DOORS = pytest.mark.parametrize("door", [amp, preamp], ids=["amp", "preamp"])
-BACKWARDS = pytest.mark.parametrize("backwards", [1, 2])
-LATE = pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
 HALF = {"O2": "float16", "O5": "bfloat16"}
-OPTIONS = [
-    {"opt_level": level, "loss_scale": scale} for level in LEVEL_NAMES for scale in (1.0, 64.0)
-]
 
 
-@DOORS
-@pytest.mark.parametrize("change", [halve, replace, clip_norm])
-@BACKWARDS
-@LATE
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("door", [amp, preamp], ids=["amp", "preamp"])
+@pytest.mark.parametrize("how", ["halved", "replaced", "clipped"])
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("before", [0, 12], ids=["at once", "late"])
+@pytest.mark.parametrize("loss_scale", [1.0, 64.0])
+@pytest.mark.parametrize("level", LEVEL_NAMES)
 def test_what_becomes_of_a_change(
-    door: Any, change: Change, options: dict[str, Any], backwards: int, late: bool
+    level: str, loss_scale: float, before: int, parts: int, how: str, door: Any
 ) -> None:
     """It counts, or would reach a part of the sum, or what is scaled."""
-    half, wanted = HALF.get(options["opt_level"]), 8.0
-    outcome: AbstractContextManager[Any]
-    if half is None or (options["loss_scale"] == 1.0 and backwards == 1):
-        outcome, wanted = nullcontext(), 4.0
-    elif options["loss_scale"] == 1.0:
-        outcome = refused("compat", "a change of a part", changes=True, half=half)
-    else:
-        outcome = refused("compat", "a change of a scaled gradient", changes=True, half=half)
-    with outcome:
-        taken = take_step(door, options, change, backwards=backwards, late=late)
-        assert taken == pytest.approx(wanted, rel=1e-2 if change is clip_norm else 0.0)
+    run = Run(level, "SGD", Even, door=door, loss_scale=loss_scale)
+    run.optimizer.param_groups[0].update(lr=0.0, momentum=0.0)
+    run.play(*before * [f"changed_step {parts} not"])
+    run.optimizer.param_groups[0]["lr"] = 1.0
+    if level in HALF and (loss_scale > 1 or parts == 2):
+        name = "a change of a scaled gradient" if loss_scale > 1 else "a change of a part"
+        with refused("compat", name, changes=True, half=HALF[level]):
+            changed_step(run, parts, how)
+        return
+    changed_step(run, parts, how)
+    taken = 32.0 - next(iter(amp.master_params(run.optimizer))).flatten()[0].item()
+    assert taken == pytest.approx(4.0, rel=1e-2 if how == "clipped" else 0.0)
