@@ -10,23 +10,15 @@ from torch import Tensor
 import preamp
 import table
 from preamp.kernels import cpu_lacks_matmul
-from preamp_bench import records, step
+from preamp_bench import records
 from preamp_bench.harness import FEWEST_ROUNDS, Effort, Variant, measure, stopwatch
 from preamp_bench.loops import BY_HAND, SETTINGS, make_loop
-from preamp_bench.step import BF16_ONLY, FP32, HALF, Contender
+from preamp_bench.step import FP32, HALF, Contender
 from preamp_bench.tasks import TASKS, TaskConfig, make_task
 from preamp_bench.weights import Gradients, StepCase, Weights
 
 CPU = torch.device("cpu")
 TINY = Effort(seconds=0, most=5, warmup=0)
-FIELDS = {
-    *("benchmark", "name", "group", "status", "parameters", "tensors", "half", "clip"),
-    *("date", "device", "cpu", "cores", "threads", "python", "torch", "preamp", "commit"),
-}
-MEASURED = FIELDS | {
-    *("baseline", "best", "p20", "p50", "p80", "best_ratio", "ratio_p20", "ratio_p50", "ratio_p80"),
-    *("rounds", "bytes_per_parameter", "share_of_copy", "copy_gb_s"),
-}
 
 
 @pytest.fixture(autouse=True)
@@ -64,21 +56,6 @@ def test_all_variants_of_a_group_agree(half: torch.dtype, clip: bool) -> None:
         assert distance(first, start) > 2e-4
         for other in others:
             assert distance(first, other) <= 1e-6 + ulp
-
-
-def test_a_case_yields_complete_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step, "BF16_ONLY", BF16_ONLY[:1])
-    monkeypatch.setattr(step, "WITH_MASTERS", ())  # of packages that may be missing
-    rows = step.run_case(case(torch.bfloat16), TINY)
-    assert [set(row) for row in rows] == [MEASURED] * len(rows)
-    assert [row["group"] for row in rows] == [
-        *["float32"] * len(FP32),
-        *["bfloat16"] * len(HALF[torch.bfloat16]),
-        "bfloat16 only",
-        "copy",
-    ]
-    assert rows[-1]["share_of_copy"] == pytest.approx(1)
-    assert {row["parameters"] for row in rows} == {1003}
 
 
 # -- whole steps -----------------------------------------------------------------------------------
@@ -151,12 +128,6 @@ def test_ratios_are_to_the_first_of_the_group() -> None:
     assert [row.best_ratio for row in rows] == pytest.approx([1, 0.25, 1])
     assert rows[1].ratio_p20 == pytest.approx(0.25)
     assert rows[1].ratio_p80 == pytest.approx(0.25)
-
-
-# -- peak memory ------------------------------------------------------------------------------
-
-
-CPU = torch.device("cpu")
 
 
 # -- the table --------------------------------------------------------------------------------

@@ -66,18 +66,6 @@ def test_rows_name_files_that_have_their_words() -> None:
     assert missing(ROWS, SOURCES) == set(UNWRITTEN)
 
 
-def test_what_is_missing_is_found() -> None:
-    page = """
-## 5.3. A section
-| `a.step(x)` · `copy` | supported |  | `a/test_a.py` · `a/b_checks.py` |
-| a word | differs | So. | |
-| `step` | refused | So. | `a/test_c.py` |
-"""
-    sources = {"a/test_a.py": "def test_a(): stepped()", "a/b_checks.py": "def check_b(): copy()"}
-    absent = {"", "a/test_c.py", "5.3 step"}
-    assert missing(rows_of(page), sources) == absent
-
-
 def test_what_differs_says_why() -> None:
     assert [row for row in ROWS if row.verdict != "supported" and not row.difference] == []
     assert [row for row in ROWS if row.difference and not row.difference.endswith(".")] == []

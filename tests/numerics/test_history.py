@@ -4,12 +4,10 @@
 And its writer for TensorBoard, read back from the files that TensorBoard itself would read.
 """
 
-import dataclasses
 import gc
 import json
 import math
 import os
-import subprocess
 import sys
 import warnings
 import weakref
@@ -225,20 +223,6 @@ def test_two_histories_do_not_share_a_file(tmp_path: Path) -> None:
     second.close()
 
 
-@pytest.mark.full
-def test_another_process_does_not_write_to_the_file_either(tmp_path: Path) -> None:
-    path = tmp_path / "run.jsonl"
-    kept = History(path)
-    kept.add(step(1))
-    script = (
-        "from preamp.numerics import History, ResumeRecord;"
-        f"History({str(path)!r}).add(ResumeRecord(step=0))"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert "is being written already" in done.stderr
-    kept.close()
-
-
 def test_a_history_that_is_not_used_makes_no_file(tmp_path: Path) -> None:
     kept = History(tmp_path / "deep" / "run.jsonl")
     kept.close()
@@ -318,19 +302,9 @@ KINDS: tuple[type[Any], ...] = get_args(Record)
 records = st.one_of(*(st.from_type(kind) for kind in KINDS))
 
 
-def same(a: Any, b: Any) -> bool:
+def same(a: Record, b: Record) -> bool:
     """Equal, nan being itself, and of the same types."""
-    if type(a) is not type(b):
-        return False
-    if dataclasses.is_dataclass(a):
-        return all(same(getattr(a, f.name), getattr(b, f.name)) for f in dataclasses.fields(a))
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, list):
-        return len(a) == len(b) and all(map(same, a, b))
-    if isinstance(a, float):
-        return a == b or (math.isnan(a) and math.isnan(b))
-    return bool(a == b)
+    return type(a) is type(b) and repr(a) == repr(b)
 
 
 @given(records)

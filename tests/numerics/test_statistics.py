@@ -215,14 +215,6 @@ def test_layouts(layout: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> Non
     assert counts_of(laid) == expected(values)
 
 
-@every_dtype
-def test_a_scalar_and_a_parameter(dtype: torch.dtype) -> None:
-    scalar = torch.tensor(-3.0, dtype=dtype)
-    assert counts_of(scalar)[FIRST + 1 - EXPONENTS.start] == 1
-    (found,) = measure([torch.nn.Parameter(scalar)])
-    assert not found.tally.counts.requires_grad
-
-
 @pytest.mark.parametrize("elements", [100, 20_000])
 def test_values_that_the_processor_flushes_to_zero_are_counted(elements: int) -> None:
     tiny = torch.full((elements,), 2.0**-140)
@@ -234,11 +226,6 @@ def test_values_that_the_processor_flushes_to_zero_are_counted(elements: int) ->
         torch.set_flush_denormal(False)
     assert counts[ZERO] == 0
     assert counts[FIRST - 140 - EXPONENTS.start] == elements
-
-
-def test_blocks_are_summed() -> None:
-    values = torch.ones((1 << 18) * 2 + 5)  # two whole blocks and a rest
-    assert counts_of(values)[FIRST - EXPONENTS.start] == len(values)
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -5,8 +5,6 @@ import builtins
 import json
 import math
 import os
-import random
-import re
 from pathlib import Path
 from typing import Any
 
@@ -141,32 +139,6 @@ def test_history_and_its_file_make_the_same_page(tmp_path: Path) -> None:
     assert render(history) == render(from_file)
 
 
-@pytest.mark.full
-def test_pages_of_long_runs_stay_small_and_keep_every_skip() -> None:
-    random.seed(0)
-    steps, every = 100_000, 9973
-    records: list[Record] = [made.start()]
-    for number in range(1, steps + 1):
-        skipped = number % every == 0
-        loss = math.nan if number == 777 else 3 * math.exp(-number / 3e4) + random.random() / 5
-        scale = 2.0 ** random.randint(10, 16)
-        records.append(made.step(number, loss, skipped=skipped, scales={0: scale}))
-        if skipped:
-            records.append(made.overflow(number, f"blocks.{number % 7}.weight"))
-        if number % 1000 == 0:
-            tensors = [
-                made.tensor(f"b.{i}.w", below_normal=random.randint(0, 100)) for i in range(150)
-            ]
-            records.append(made.look(number, *tensors))
-    text = render(records)
-    assert len(text.encode()) < MEGABYTE
-    numbers = [*range(every, steps, every)]
-    assert f"Skipped: steps {', '.join(f'{n:,}' for n in numbers)}." in text
-    for number in numbers:
-        assert f">{number:,}</th>" in text
-    assert "The first 60 of 150 layers" in text
-
-
 def test_write_replaces_the_file_or_leaves_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -225,28 +197,3 @@ def test_infinite_and_odd_numbers_do_not_stop_the_page(tmp_path: Path) -> None:
 @example([(1.7e308, 1.7e308), (5e-324, 1.0)])
 def test_no_loss_and_no_scale_stops_the_page(values: list[tuple[float, float]]) -> None:
     render([made.step(n, loss, scales={0: scale}) for n, (loss, scale) in enumerate(values, 1)])
-
-
-CSS = (Path(__file__).parents[2] / "src/preamp/report/templates/style.css").read_text("utf-8")
-TEXT = ("ink", "quiet", "good", "note", "warning", "critical")
-
-
-def luminance(colour: str) -> float:
-    digits = colour if len(colour) == 6 else "".join(2 * c for c in colour)
-    parts = [int(digits[i : i + 2], 16) / 255 for i in (0, 2, 4)]
-    linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-
-@pytest.mark.parametrize("theme", [0, 1, 2], ids=["light", "dark", "print"])
-def test_colours_contrast(theme: int) -> None:
-    blocks = re.findall(r":root \{(.*?)\}", CSS, re.DOTALL)
-    light, dark, ink = blocks  # what is printed has the light colours but for a few
-    text = (light, dark, light + ink)[theme]
-    colours = dict(re.findall(r"--(\w+): #([0-9a-f]{3,6});", text))
-    for ground in ("paper", "raised"):
-        for name in TEXT:
-            bright, dim = sorted(map(luminance, (colours[name], colours[ground])), reverse=True)
-            assert (bright + 0.05) / (dim + 0.05) >= 4.5, (name, ground)
-    bright, dim = sorted(map(luminance, (colours["line"], colours["paper"])), reverse=True)
-    assert (bright + 0.05) / (dim + 0.05) >= 3  # of lines and areas

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Attacks and the soak find nothing in a short form, and notice what they are there to notice."""
 
-import gc
 import random
 import subprocess
 import sys
@@ -9,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,10 +17,7 @@ import preamp
 from attack_files import attack
 from attack_targets import SECONDS, Broken, Guard, Target
 from cases.selection import examples
-from preamp.checkpoint import read_checkpoint
 from preamp_bench import records
-from soak_checks import check
-from soak_training import FINAL, SIZE, Options, train
 
 ROOT = Path(__file__).parents[2]
 CASES = {"damaged": 150, "crafted": 60, "histories": 120, "odd": 1}
@@ -119,10 +114,6 @@ def test_a_difference_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- the soak --------------------------------------------------------------------------------------
 
 
-OPTIONS = Options("O2", 40, 37)
-MIB = 1 << 20
-
-
 @pytest.mark.full
 def test_a_short_soak_passes(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "tools/soak.py"), "--steps", "40", "--seed", "37"]
@@ -140,28 +131,3 @@ def test_a_short_soak_passes(tmp_path: Path) -> None:
     assert row["memory"].keys() == {"straight", "reloaded"}
     assert f"O2, seed 37: 40 steps, {row['applied']} applied" in done.stdout
     assert "all ends are equal" in done.stdout
-
-
-def content(tmp_path: Path) -> dict[str, Any]:
-    """The end of a training without saves."""
-    gc.collect()
-    gc.freeze()  # or each of its many counts would walk through what all tests have left
-    train(OPTIONS, tmp_path, checkpoints=False, reloads=False, report=lambda _: None)
-    return read_checkpoint(tmp_path / FINAL)
-
-
-@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
-def test_another_end_is_noticed(tmp_path: Path) -> None:
-    ends = [content(tmp_path / name) for name in ("one", "other")]
-    check(OPTIONS, {"straight": ends[0], "killed": ends[1]})
-    weights = ends[1]["models"][0]["state"]
-    weights["4.bias"] = weights["4.bias"] + 2**-20
-    with pytest.raises(SystemExit, match=r"killed: other than straight in \['models/0/state/4.b"):
-        check(OPTIONS, {"straight": ends[0], "killed": ends[1]})
-    ends[0]["engines"][0]["scalers"]["steps"][0]["applied"] -= 1
-    with pytest.raises(SystemExit, match="counters are"):
-        check(OPTIONS, {"straight": ends[0]})
-    ends[0]["engines"][0]["scalers"]["steps"][0]["applied"] += 1
-    ends[0]["models"][1]["state"]["weight"] = torch.ones(SIZE)
-    with pytest.raises(SystemExit, match="the lattice's weights"):
-        check(OPTIONS, {"straight": ends[0]})
