@@ -3,7 +3,6 @@
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -65,26 +64,15 @@ def test_a_script_sees_what_python_shows_it(python: Run, tmp_path: Path) -> None
     assert seen(python(*RUN, "sub/look.py", *OPTIONS)) == plain
 
 
-@pytest.mark.full
-def test_a_module_sees_what_python_shows_it(python: Run, tmp_path: Path) -> None:
-    written(tmp_path, "pkg/__init__.py", "")
-    written(tmp_path, "pkg/look.py", WHAT_IT_SEES)
-    plain = seen(python("-m", "pkg.look", *OPTIONS))
-    assert plain["spec"] == ["pkg.look", str(tmp_path / "pkg" / "look.py")]
-    assert seen(python(*RUN, "-m", "pkg.look", *OPTIONS)) == plain
-
-
-def test_a_package_runs_its_main(python: Run, preamp_run: Run, tmp_path: Path) -> None:
-    written(tmp_path, "pkg/__init__.py", "")
-    written(tmp_path, "pkg/__main__.py", WHAT_IT_SEES)
-    assert seen(preamp_run("-m", "pkg", "x")) == seen(python("-m", "pkg", "x"))
-
-
-def test_a_symbolic_link(python: Run, preamp_run: Run, tmp_path: Path) -> None:
-    """The folder is that of the file, the name is that of the link."""
-    target = Path(written(tmp_path, "real/look.py", WHAT_IT_SEES))
-    (tmp_path / "link.py").symlink_to(target)
-    assert seen(preamp_run("link.py")) == seen(python("link.py"))
+@pytest.mark.parametrize("call", ["link.py", "-m pkg x", "-m pkg.look --help -- --x=1"])
+def test_others_see_what_python_shows_them(
+    call: str, python: Run, preamp_run: Run, tmp_path: Path
+) -> None:
+    """A package's main, a module, and a link, whose folder is that of the file."""
+    for name in ("real/look.py", "pkg/__init__.py", "pkg/__main__.py", "pkg/look.py"):
+        written(tmp_path, name, "" if name.endswith("init__.py") else WHAT_IT_SEES)
+    (tmp_path / "link.py").symlink_to(tmp_path / "real" / "look.py")
+    assert seen(preamp_run(*call.split())) == seen(python(*call.split()))
 
 
 BAD_END = {
@@ -308,17 +296,6 @@ def test_workers_of_a_script(python: Run, tmp_path: Path) -> None:
         "[0, 1] apex.amp apex.amp",
         "[4, 9] apex.amp apex.amp",
     ]
-
-
-@pytest.mark.full
-def test_workers_of_a_module(python: Run, tmp_path: Path) -> None:
-    """They import the module again by its name, not by its file."""
-    short = WORKERS.replace('("spawn", "forkserver")', '("spawn",)').partition("    loader")[0]
-    end = "\n\nif __name__ == '__main__':\n    main()\n"
-    (tmp_path / "workers.py").write_text(short + end, "utf-8")
-    done = python("-m", "preamp", "run", "-m", "workers")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "spawn preamp.compat.scaler apex.amp __mp_main__\n"
 
 
 @pytest.fixture

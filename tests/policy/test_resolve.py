@@ -14,7 +14,7 @@ from torch import nn
 
 from cases.levels import BY_NAME
 from kit.refusals import assert_approved, assert_refused, refused
-from preamp.policy import OPT_LEVELS, KeepFP32, describe_overrides, level_defaults, resolve
+from preamp.policy import OPT_LEVELS, KeepFP32, Policy, describe_overrides, level_defaults, resolve
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 FUNCTION_LEVELS = ("O1", "O4")
@@ -47,20 +47,14 @@ def test_level_row(level: str) -> None:
     assert policy.brief.startswith(f"{level}:  ")
     assert policy == level_defaults(level)
     assert policy.half_dtype is BY_NAME[level].half
+    others = (policy.min_loss_scale, policy.max_loss_scale, policy.max_consecutive_skips)
+    assert others == (None, 2.0**24, 50)
+    assert (policy.cast_model_outputs, policy.scope) == (None, "model")
     assert list(OPT_LEVELS) == list(DEFAULTS)
     with pytest.raises(dataclasses.FrozenInstanceError):
         OPT_LEVELS[level].loss_scale = 2.0  # pyright: ignore
     with pytest.raises(TypeError, match="does not support item assignment"):
         OPT_LEVELS["O9"] = policy  # pyright: ignore
-
-
-def test_common_defaults() -> None:
-    policy = resolve("O1", {})
-    assert policy.min_loss_scale is None
-    assert policy.max_loss_scale == 2.0**24
-    assert policy.cast_model_outputs is None
-    assert policy.scope == "model"
-    assert policy.max_consecutive_skips == 50
 
 
 @pytest.mark.parametrize("level", DEFAULTS)
@@ -128,8 +122,9 @@ def test_functions_left_alone_keep_the_level_s_scaling(level: str) -> None:
 
 
 def test_only_what_was_overridden_differs() -> None:
-    policy = resolve("O2", {"loss_scale": "128.0", "master_weights": False})
-    assert describe_overrides(policy) == [
+    given = {"loss_scale": "128.0", "master_weights": False, "keep_fp32": "head"}
+    assert describe_overrides(resolve("O2", given)) == [
+        ("keep_fp32", KeepFP32(), KeepFP32(["head"])),
         ("master_weights", True, False),
         ("loss_scale", "dynamic", 128.0),
     ]
@@ -161,13 +156,19 @@ CONTRADICTING: dict[str, list[tuple[str, Any]]] = {  # levels and what is given
 )
 def test_contradictions_are_refused_or_overridden(name: str, level: str, given: Any) -> None:
     shown = True if name == "patch_torch_functions" else given  # of a text what it means
-    words = {"given": repr(shown), "level": level}
-    assert_refused("policy", name, lambda: resolve(level, {name: given}), **words)
-    with pytest.warns(UserWarning, match=r" Going on because hard_override is set\.$") as caught:
-        policy = resolve(level, {name: given}, hard_override=True)
+    policy = check_contradiction(name, level, {name: given}, repr(shown))
     assert getattr(policy, name) == {"True": True, "False": False}.get(given, given)
-    said = str(caught[0].message).replace(" Going on because hard_override is set.", "")
+
+
+def check_contradiction(name: str, level: str, given: dict[str, Any], shown: str) -> Policy:
+    """It is refused, and as a warning with ``hard_override``, whose policy is returned."""
+    words = {"given": shown, "level": level}
+    assert_refused("policy", name, lambda: resolve(level, given), **words)
+    with pytest.warns(UserWarning, match=r" Going on because hard_override is set\.$") as caught:
+        policy = resolve(level, given, hard_override=True)
+    said = str(caught[0].message).removesuffix(" Going on because hard_override is set.")
     assert_approved("policy", name, f"PreampPolicyError: {said}", **words)
+    return policy
 
 
 MEANT = {"01": "O1", "o2": "O2", 1: "O1", 0: "O0", "0": "O0", "5": "O5", "00": "O0"}
@@ -268,15 +269,8 @@ def test_anything_else_is_refused(given: Any) -> None:
 
 @pytest.mark.parametrize("level", OTHER_LEVELS)
 def test_levels_that_cast_no_model_refuse_it(level: str) -> None:
-    given = {"keep_fp32": [nn.LayerNorm, "rotary.*"]}
-    words = {"given": "LayerNorm, 'rotary.*'", "level": level}
-    with refused("policy", "keep_fp32 without half weights", **words):
-        resolve(level, given)
-    with pytest.warns(UserWarning, match=r" because hard_override is set\.$") as caught:
-        resolve(level, given, hard_override=True)
-    said = str(caught[0].message).removesuffix(" Going on because hard_override is set.")
-    said = f"PreampPolicyError: {said}"
-    assert_approved("policy", "keep_fp32 without half weights", said, **words)
+    given, shown = {"keep_fp32": [nn.LayerNorm, "rotary.*"]}, "LayerNorm, 'rotary.*'"
+    check_contradiction("keep_fp32 without half weights", level, given, shown)
     assert resolve(level, {"keep_fp32": None}) == resolve(level, {"keep_fp32": []})
 
 
@@ -317,8 +311,3 @@ def test_it_reads_the_same_in_every_process() -> None:
     assert copy.deepcopy(keep) is keep
     assert hash(keep) == hash(KeepFP32([nn.LayerNorm, "a.*", small, chooser]))
     assert keep != KeepFP32([nn.LayerNorm])
-
-
-def test_it_is_among_the_overrides() -> None:
-    policy = resolve("O5", {"keep_fp32": "head"})
-    assert describe_overrides(policy) == [("keep_fp32", KeepFP32(), KeepFP32(["head"]))]
