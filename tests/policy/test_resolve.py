@@ -113,14 +113,6 @@ def test_override(level: str, name: str, given: Any, expected: Any) -> None:
     assert type(value) is type(expected)
 
 
-@pytest.mark.parametrize("level", FUNCTION_LEVELS)
-def test_functions_left_alone_keep_the_level_s_scaling(level: str) -> None:
-    policy = resolve(level, {"patch_torch_functions": False})
-    assert policy.patch_torch_functions_type is None
-    assert policy.half_dtype is None
-    assert policy.loss_scale == DEFAULTS[level]["loss_scale"]
-
-
 def test_only_what_was_overridden_differs() -> None:
     given = {"loss_scale": "128.0", "master_weights": False, "keep_fp32": "head"}
     assert describe_overrides(resolve("O2", given)) == [
@@ -272,25 +264,6 @@ def test_levels_that_cast_no_model_refuse_it(level: str) -> None:
     given, shown = {"keep_fp32": [nn.LayerNorm, "rotary.*"]}, "LayerNorm, 'rotary.*'"
     check_contradiction("keep_fp32 without half weights", level, given, shown)
     assert resolve(level, {"keep_fp32": None}) == resolve(level, {"keep_fp32": []})
-
-
-@pytest.mark.parametrize(
-    ("level", "cast_to", "works"),
-    [
-        ("O0", torch.float16, True),
-        ("O0", torch.float64, False),
-        ("O2", False, False),
-        ("O2", torch.float32, False),
-        ("O3", torch.bfloat16, True),
-    ],
-)
-def test_the_dtype_that_counts_is_the_final_one(level: str, cast_to: Any, works: bool) -> None:
-    overrides = {"cast_model_type": cast_to, "keep_fp32": "a"}
-    if works:
-        assert list(resolve(level, overrides).keep_fp32) == ["a"]
-    else:
-        with refused("policy", "keep_fp32 without half weights", given="'a'", level=level):
-            resolve(level, overrides)
 
 
 class Chooser:

@@ -24,12 +24,6 @@ def test_every_pair_is_chosen_or_every_three(sizes: tuple[int, ...], together: i
     assert len(sizes) < 4 or together == 3 or 3 * len(chosen) < len(rows)
 
 
-@pytest.mark.parametrize("sizes", [(7,), (5, 4), ()])
-def test_one_or_two_parameters_are_taken_whole(sizes: tuple[int, ...]) -> None:
-    rows = list(itertools.product(*map(range, sizes)))
-    assert covering(rows, 2) == list(range(len(rows)))
-
-
 def test_the_suites_share_searches_only(request: pytest.FixtureRequest) -> None:
     items = [item for item in request.session.items if item.path == request.path]
     quick, rest = select(items, "quick"), select(items, "rest")
