@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 
 import preamp
 from attack_cases import VALUES, rewrite
+from engine.test_interrupts import interrupt, lines_of
 from kit.compare import same
 from kit.refusals import refused
 from kit.saved import STEP, SavedRun
@@ -307,56 +309,24 @@ def test_messages_have_an_end(tmp_path: Path) -> None:
 
 # -- interrupts -----------------------------------------------------------------------------------
 
-INTERRUPTED = """
-import itertools, pathlib, sys, torch, preamp
-from preamp.checkpoint import read_checkpoint
-
-path, every = pathlib.Path(sys.argv[1]), int(sys.argv[2])
-preamp.save_checkpoint(path, extra=[0, torch.zeros(9)])
 FILES = ("files.py", "safetensors.py", "storage.py", "saving.py")
-
-def trace(frame, event, argument):
-    global left
-    if event == "call":
-        return trace if frame.f_code.co_filename.endswith(FILES) else None
-    left -= 1
-    if left == 0 and event == "line":
-        sys.settrace(None)
-        raise KeyboardInterrupt
-    return trace
-
-times = 0
-for number in itertools.count(1, every):
-    left = number
-    sys.settrace(trace)
-    try:
-        preamp.save_checkpoint(path, extra=[number, torch.full((9,), float(number))])
-    except KeyboardInterrupt:
-        times += 1
-    else:
-        if left > 0:
-            break
-    finally:
-        sys.settrace(None)
-    said, values = read_checkpoint(path)["extra"]
-    assert (values == said).all() and said in (0, number, number - every), (said, number)
-    preamp.save_checkpoint(path, extra=[0, torch.zeros(9)])
-print(times, sorted(file.name for file in path.parent.iterdir()))
-"""
 
 
 @pytest.mark.parametrize("every", [29, pytest.param(1, marks=pytest.mark.full)])
 def test_interrupted_at_any_line_of_a_save(every: int, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", INTERRUPTED, str(tmp_path / NAME), str(every)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    times, left = done.stdout.split(" ", 1)
-    assert int(times) > 100 // every
-    assert left.strip() == f"['{NAME}']"
+    def save(number: int) -> None:
+        preamp.save_checkpoint(tmp_path / NAME, extra=[number, torch.full((9,), float(number))])
+
+    save(0)
+    lines = [at for at in lines_of(partial(save, 0)) if at.code.co_filename.endswith(FILES)]
+    assert len(lines) > 100
+    for number, line in enumerate(lines[::every], 1):
+        save(0)
+        assert interrupt(partial(save, number), line)
+        said, values = read_checkpoint(tmp_path / NAME)["extra"]
+        assert set(values.tolist()) == {said} <= {0, number}
+    save(0)  # and removes what the last one may have left
+    assert [file.name for file in tmp_path.iterdir()] == [NAME]
 
 
 # -- processes that are killed ---------------------------------------------------------------------
