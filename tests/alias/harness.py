@@ -11,6 +11,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 
+import pytest
+
+from preamp.cli import main as main_module
+
 Done = subprocess.CompletedProcess[str]
 Run = Callable[..., Done]
 
@@ -26,6 +30,15 @@ def run_python(arguments: Sequence[str], folder: Path, **environment: str) -> Do
         cwd=folder,
         env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
     )
+
+
+def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int | str | None:
+    """The exit status of ``preamp`` in this process."""
+    monkeypatch.setattr(sys, "argv", ["preamp", *arguments])
+    monkeypatch.setattr(sys, "path", list(sys.path))  # the folder of a program comes first there
+    with pytest.raises(SystemExit) as caught:
+        main_module.main()
+    return caught.value.code
 
 
 class Zygote:

@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 
 import preamp
-from alias.harness import Run
+from alias.harness import Run, call
 from kit.refusals import assert_approved
-from preamp.cli import main as main_module
 from preamp.compat.alias import table
 from preamp.compat.alias.finder import STARTUP
 
@@ -140,14 +139,6 @@ def test_safe_path_is_kept(python: Run, tmp_path: Path) -> None:
 # -- what cannot be started ------------------------------------------------------------------
 
 
-def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int | str | None:
-    """The exit status of ``preamp run`` in this process."""
-    monkeypatch.setattr(sys, "argv", ["preamp", "run", *arguments])
-    with pytest.raises(SystemExit) as caught:
-        main_module.main()
-    return caught.value.code
-
-
 BAD_USAGE = {
     "run nothing": [],
     "run -m": ["-m"],
@@ -165,7 +156,7 @@ def test_bad_usage(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = list(sys.path), list(sys.meta_path)
-    assert call(monkeypatch, *BAD_USAGE[name]) == 2
+    assert call(monkeypatch, "run", *BAD_USAGE[name]) == 2
     folder = repr(str(Path(__file__).parent))
     assert_approved("alias", name, capsys.readouterr().err.rstrip("\n"), folder=folder)
     assert (sys.path, sys.meta_path) == before
@@ -201,7 +192,7 @@ def test_an_apex_with_amp_is_told_of(preamp_run: Run, tmp_path: Path) -> None:
 def test_help(
     flag: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert call(monkeypatch, flag) == 0
+    assert call(monkeypatch, "run", flag) == 0
     told = capsys.readouterr().out
     assert "Usage: preamp run [OPTIONS] [script.py [argument ...]]" in told
     assert "torchrun --nproc-per-node 2 -m preamp" in told

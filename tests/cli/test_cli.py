@@ -22,6 +22,7 @@ from torch import nn
 from typer.testing import CliRunner, Result
 
 import preamp
+from alias.harness import call
 from kit.refusals import assert_approved
 from preamp.cli import main as main_module
 from preamp.cli.app import app
@@ -38,9 +39,7 @@ def test_missing_packages_get_one_clear_message(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(main_module, "NEEDS", ("json", "no_such_package"))
-    with pytest.raises(SystemExit) as caught:
-        main_module.main()
-    assert caught.value.code == 1
+    assert call(monkeypatch) == 1
     message = capsys.readouterr().err.rstrip("\n")
     assert_approved("cli", "a package that is missing", message)
 
@@ -49,10 +48,7 @@ def test_version_needs_no_package(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(main_module, "NEEDS", ("no_such_package",))
-    monkeypatch.setattr(sys, "argv", ["preamp", "--version"])
-    with pytest.raises(SystemExit) as caught:
-        main_module.main()
-    assert not caught.value.code
+    assert not call(monkeypatch, "--version")
     told = capsys.readouterr().out
     assert told.startswith(f"preamp {preamp.__version__}, torch {torch.__version__}, Python 3.")
     assert "preamp --version" in invoke("--help").output
@@ -75,23 +71,15 @@ def write_run(path: Path, *losses: float) -> Path:
     return path
 
 
-def test_report_writes_a_page_for_one_run(tmp_path: Path) -> None:
-    run, page = write_run(tmp_path / "run.jsonl", 3.0, 2.0), tmp_path / "new" / "page.html"
-    done = invoke("report", str(run), "-o", str(page), "--title", "My <run>")
-    assert done.exit_code == 0, done.output
-    assert f"Report: {page} (" in done.output
-    text = page.read_text(encoding="utf-8")
-    assert "My &lt;run&gt;" in text
-    assert "The loss went from 3 to 2." in text
-
-
-def test_report_compares_several_runs_by_the_names_of_their_files(tmp_path: Path) -> None:
+def test_report_writes_a_page_for_one_run_or_several(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / name / "run.jsonl", 3.0, 2.0) for name in ("a", "b")]
-    done = invoke("report", *map(str, runs), "-o", str(tmp_path / "page.html"))
-    assert done.exit_code == 0, done.output
-    text = (tmp_path / "page.html").read_text(encoding="utf-8")
-    assert "a/run" in text
-    assert "b/run" in text
+    page = tmp_path / "new" / "page.html"
+    for some, said in ((runs[:1], ["The loss went from 3 to 2."]), (runs, ["a/run", "b/run"])):
+        done = invoke("report", *map(str, some), "-o", str(page), "--title", "My <run>")
+        assert done.exit_code == 0, done.output
+        assert f"Report: {page} (" in done.output
+        text = page.read_text(encoding="utf-8")
+        assert all(words in text for words in ("My &lt;run&gt;", *said))
 
 
 LONG = "x" * 300

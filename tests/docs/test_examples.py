@@ -6,11 +6,8 @@ from __future__ import annotations
 import json
 import os
 import re
-import runpy
 import subprocess
 import sys
-import warnings
-from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +16,7 @@ import pytest
 import torch
 
 import preamp
-from cases.ranks import run_ranks, start_ranks
+from cases.ranks import run_ranks
 from cases.tolerances import assert_same
 from code_blocks import blocks_of
 from distributed.ranks import RUNS_ON_CPUS, needs_fully_shard
@@ -43,33 +40,13 @@ def run(example: Path, *arguments: str, launcher: tuple[str, ...] = ()) -> str:
     return done.stdout
 
 
-def run_in_a_fork(example: Path, *arguments: str, folder: Path) -> str:
-    """Return what it prints, without the seconds that importing torch takes."""
-    file = folder / "printed.txt"
-    ranks = start_ranks(begin, (str(example), arguments, str(file)), 1)
-    while not ranks.join():
-        pass
-    return file.read_text("utf-8")
-
-
-def begin(_: int, example: str, arguments: tuple[str, ...], printed: str) -> None:
-    torch.set_num_threads(1)
-    sys.argv = [example, *arguments]
-    with open(printed, "w", encoding="utf-8") as file, redirect_stdout(file):
-        warnings.simplefilter("error")
-        runpy.run_path(example, run_name="__main__")
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("arguments", [(), ("--opt-level", "O5", "--steps", "250")], ids=str)
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
-def test_example_learns(example: Path, arguments: tuple[str, ...], tmp_path: Path) -> None:
+def test_example_learns(example: Path, arguments: tuple[str, ...]) -> None:
     if example.stem == "06_fully_sharded" and not RUNS_ON_CPUS:
         pytest.skip("fully_shard of this torch needs GPUs")
-    if example == EXAMPLES[0]:
-        printed = run(example, *arguments)
-    else:
-        printed = run_in_a_fork(example, *arguments, folder=tmp_path)
+    printed = run(example, *arguments)
     match = re.search(r"(\d+\.\d+) -> (\d+\.\d+) in \d+ steps at O\d", printed)
     assert match, printed
     first, last = map(float, match.groups())

@@ -4,16 +4,14 @@
 import json
 import os
 import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from alias.harness import Done, Zygote, run_python
+from alias.harness import Done, Zygote, call, run_python
 from doctor.cases import BUGS, FLOAT32, GRAD_SCALER
 from preamp.cli import doctor as command
-from preamp.cli import main as main_module
 from preamp.doctor import RULES, explain_text
 
 BUG = BUGS["clipping without unscale_"].text
@@ -138,23 +136,15 @@ def test_a_module_and_its_workers(zygote: Zygote, tmp_path: Path) -> None:
 # -- without a process of its own ------------------------------------------------------------
 
 
-def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int | str | None:
-    monkeypatch.setattr("sys.argv", ["preamp", "doctor", *arguments])
-    monkeypatch.setattr("sys.path", list(sys.path))  # the folder of a program comes first there
-    with pytest.raises(SystemExit) as end:
-        main_module.main()
-    return end.value.code
-
-
 def test_list_and_explain(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert call(monkeypatch, "--list") == 0
+    assert call(monkeypatch, "doctor", "--list") == 0
     listed = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in listed] == list(RULES)
     for rule in RULES.values():
         for spelling in (rule.id, rule.id.lower()):
-            assert call(monkeypatch, "--explain", spelling) == 0
+            assert call(monkeypatch, "doctor", "--explain", spelling) == 0
             assert capsys.readouterr().out == explain_text(rule)
 
 
@@ -179,7 +169,7 @@ WRONG = {
 def test_what_is_wrong_on_the_command_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]
 ) -> None:
-    assert call(monkeypatch, *arguments) == 2
+    assert call(monkeypatch, "doctor", *arguments) == 2
     assert WRONG[arguments] in capsys.readouterr().err
 
 
