@@ -122,6 +122,11 @@ def test_what_a_page_says(name: str) -> None:
     assert_approved("report", name, " ".join(words.split()))
 
 
+def test_of_many_layers_the_first_are_listed() -> None:
+    layers = {f"b.{number}.weight": {"zeros": number} for number in range(61)}
+    assert "The first 60 of 61 layers" in render(looks(layers))
+
+
 def test_runs_are_linked_and_may_have_a_title() -> None:
     text = render({"fast": full(), "slow": SLOW}, title="Two runs")
     assert "<h1>Two runs</h1>" in text
