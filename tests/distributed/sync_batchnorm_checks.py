@@ -15,8 +15,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-import preamp
-from cases.levels import LEVELS
 from cases.tolerances import assert_within_budget
 from distributed.ranks import each
 from kit.refusals import refused
@@ -125,20 +123,6 @@ def check_channels_last_are_the_same_numbers() -> None:
             assert not residual or torch.equal(dz, mine(dy, (1, 3)) * (y > 0))
 
 
-def check_relu_and_residual_follow_the_norm() -> None:
-    x, z, dy = (normal(6, CHANNELS, 2) for _ in range(3))
-    layer = layer_for(torch.float64, fuse_relu=True)
-    leaf = x.clone().requires_grad_()
-    normed = F.batch_norm(leaf, None, None, layer.weight, layer.bias, training=True)
-    wanted = F.relu(normed + z)
-    wanted.backward(dy)
-    own = mine(x, (2, 4)).requires_grad_()
-    y = layer.forward(own, mine(z, (2, 4)))
-    y.backward(mine(dy, (2, 4)))
-    torch.testing.assert_close(y, mine(wanted.detach(), (2, 4)))
-    torch.testing.assert_close(own.grad, mine(leaf.grad, (2, 4)))
-
-
 def check_options_of_a_plain_batch_norm() -> None:
     options = [
         {"momentum": None},
@@ -210,32 +194,6 @@ def check_one_value_on_a_group_of_one_is_not() -> None:
     alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
     with refused("distributed", "one value in a group of one"):
         SyncBatchNorm(CHANNELS, process_group=alone)(torch.ones(1, CHANNELS))
-
-
-def check_levels_train_as_on_one_process() -> None:
-    """Within half rounding: the same statistics come from sums in another order."""
-    for row in each(LEVELS):
-        torch.manual_seed(1)
-        layers = nn.Conv2d(2, 4, 2), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3)
-        plain = nn.Sequential(*layers)
-        model = convert_syncbn_model(copy.deepcopy(plain))
-        batches = [torch.randn(6, 2, 3, 3) for _ in range(2)]
-        for net, wrap in ((plain, None), (model, DistributedDataParallel)):
-            optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-            preamp.initialize(net, optimizer, opt_level=row.name, verbosity=0)
-            assert net[1].weight.dtype is row.norm
-            wrapper = wrap(net) if wrap else net
-            for whole in batches:
-                loss = wrapper(mine(whole, (3, 3)) if wrap else whole).float().square().mean()
-                with preamp.scale_loss(loss, optimizer) as scaled:
-                    scaled.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            assert preamp.engine_of(net).steps_applied == 2
-        tolerance = 1e-5 if row.half is None else 8 * torch.finfo(row.half).eps
-        found = model.state_dict()
-        for name, value in plain.state_dict().items():
-            torch.testing.assert_close(found[name], value, rtol=tolerance, atol=tolerance)
 
 
 # -- pairs of four ranks, which share statistics with each other -----------------------------------

@@ -9,7 +9,6 @@ import importlib
 import io
 import math
 import warnings
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, redirect_stdout
 from typing import Any
@@ -177,19 +176,6 @@ def check_trainings_equal_one_process_with_both_batches() -> None:
             Run(level, **wrapping).train(**how)
 
 
-def check_losses_with_scalers_of_their_own() -> None:
-    for level in each(LEVEL_NAMES):
-        run = Run(level, num_losses=2)
-        run.engine.scaler(1).set_scale(2.0)
-        for step in range(STEPS):
-            run.backward(2 * step, 0)
-            run.backward(2 * step + 1, 1, factor=on_rank_1(math.inf) if step == 1 else 1.0)
-            run.step()
-        assert run.engine.steps_skipped == 1
-        assert [run.engine.loss_scale(index) for index in range(2)] == [2.0**16, 1.0]
-        run.check_ranks()
-
-
 def check_a_step_adds_no_communication() -> None:
     """Ranks agree by the gradients that the wrapper has reduced; it does so without Python."""
     names = [name for name in dir(dist) if name.startswith(("all_", "broadcast", "reduce", "send"))]
@@ -251,92 +237,6 @@ def check_an_overflow_that_one_rank_alone_sees() -> None:
         run.check(steps=2)
 
 
-def _by_hand(level: str, *, inside: bool) -> tuple[int, bool]:
-    """A step whose gradients overflow on the second rank; reduced without a wrapper."""
-    model = Exact(0)
-    optimizer = sgd(model.parameters())
-    preamp.initialize(model, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0)
-    loss = loss_of(model, dist.get_rank()) * on_rank_1(math.inf)
-
-    def reduce() -> None:
-        for param in model.parameters():
-            if param.grad is not None:
-                dist.all_reduce(param.grad)
-                param.grad /= RANKS
-
-    with preamp.scale_loss(loss, optimizer) as scaled:
-        scaled.backward()
-        if inside:
-            reduce()
-    if not inside:
-        reduce()
-    optimizer.step()
-    finite = all(bool(torch.isfinite(param).all()) for param in model.parameters())
-    engine = preamp.engine_of(model)
-    engine.close()
-    return engine.steps_skipped, finite
-
-
-def check_reducing_by_hand_belongs_into_the_block() -> None:
-    """Looked for is what the block ends with: after it, the other rank does not know."""
-    for level in CASTING_FUNCTIONS:
-        assert _by_hand(level, inside=True) == (1, True)
-        knows = dist.get_rank() == 1
-        assert _by_hand(level, inside=False) == ((1, True) if knows else (0, False))
-
-
-def deep() -> Any:
-    torch.manual_seed(0)
-    sizes = {"first": 4, "middle": 4, "last": 1}
-    layers = {name: nn.Linear(4, size, bias=False) for name, size in sizes.items()}
-    return nn.Sequential(OrderedDict(layers))
-
-
-NAMES = ("last.weight", "middle.weight", "first.weight")
-"""In the order of a backward."""
-
-
-def check_a_forward_on_one_rank_is_traced_there() -> None:
-    """The other rank gets the values by the reduction; each of both prints what it has seen."""
-    for level, wrap in each(("O1", "O2", "O4", "O5"), WRAPS):
-        model = deep()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
-        options: dict[str, Any] = {"loss_scale": "dynamic", "overflow": "trace", "verbosity": 0}
-        preamp.initialize(model, optimizer, opt_level=level, **options)
-        engine, ddp = preamp.engine_of(model), wrap(model)
-        engine.scaler(0).set_scale(16.0)
-
-        def step(ddp: Any = ddp, optimizer: Any = optimizer) -> str:
-            out = io.StringIO()
-            with redirect_stdout(out):
-                loss = ddp(torch.ones(2, 4)).float().sum()
-                with preamp.scale_loss(loss, optimizer) as scaled:
-                    scaled.backward()
-                optimizer.step()
-            optimizer.zero_grad()
-            return out.getvalue()
-
-        step()
-        if dist.get_rank() == 1:
-            model.middle.register_forward_hook(
-                lambda module, args, output: output * math.inf, prepend=True
-            )
-        lines, again = step(), step()
-        cause, _ = engine.overflow_causes
-        assert cause.parameters == NAMES, (level, wrap, cause)
-        assert cause.was_watched
-        if dist.get_rank() == 1:
-            assert cause.trace is not None
-            assert (cause.trace.module, cause.trace.phase) == ("middle", "forward")
-            assert lines.startswith("Rank 1: Gradient overflow.")
-            assert "the forward of 'middle' (Linear)" in lines
-            assert again == ""  # once is enough from each rank
-        else:
-            assert cause.trace is None
-            assert "a rank that has seen where it was made prints it" in lines
-            assert "Gradient overflow." in again
-
-
 # -- wrappers that are made, used or left at other times than usual --------------------------------
 
 
@@ -378,6 +278,53 @@ class Wrapped(kit.run.Run):
         scales = torch.tensor([float(state[key]) for state in states for key in state])
         own = [*preamp.master_params(self.optimizer), *self.model.parameters()]
         assert_equal_everywhere(scales, *own)
+
+
+def check_reducing_by_hand_belongs_into_the_block() -> None:
+    """Looked for is what the block ends with: after it, the other rank does not know."""
+    for level, inside in each(CASTING_FUNCTIONS, (True, False)):
+        run = Wrapped(level, wraps="never")
+        with preamp.scale_loss(run.loss() * on_rank_1(math.inf), run.optimizer) as scaled:
+            scaled.backward()
+            if inside:
+                Reducer(run.model).reduce()
+        if not inside:
+            Reducer(run.model).reduce()
+        run.step()
+        knows = inside or dist.get_rank() == 1
+        assert run.engine.steps_skipped == knows
+        assert all(bool(param.isfinite().all()) for param in run.model.parameters()) is knows
+
+
+def check_a_forward_on_one_rank_is_traced_there() -> None:
+    """The other rank gets the values by the reduction; each of both prints what it has seen."""
+    for level, wrap in each(("O1", "O2", "O4", "O5"), WRAPS):
+        run = Wrapped(level, wrap=wrap, overflow="trace")
+        run.engine.scaler(0).set_scale(16.0)
+        run.train(steps=1)
+        if dist.get_rank() == 1:
+            run.model[0].register_forward_hook(
+                lambda module, args, output: output * math.inf, prepend=True
+            )
+        told = list[str]()
+        for _ in range(2):
+            with redirect_stdout(io.StringIO()) as out:
+                run.train(steps=1)
+            told.append(out.getvalue())
+        cause, _ = run.engine.overflow_causes
+        weights = [name for name in cause.parameters if "weight" in name]
+        assert weights == ["1.weight", "0.weight"], cause  # in the order of a backward
+        assert cause.was_watched
+        if dist.get_rank() == 1:
+            assert cause.trace is not None
+            assert (cause.trace.module, cause.trace.phase) == ("0", "forward")
+            assert told[0].startswith("Rank 1: Gradient overflow.")
+            assert "the forward of '0' (Linear)" in told[0]
+            assert told[1] == ""  # once is enough from each rank
+        else:
+            assert cause.trace is None
+            assert "a rank that has seen where it was made prints it" in told[0]
+            assert "Gradient overflow." in told[1]
 
 
 def check_wrapping_comes_after_a_cast() -> None:
@@ -444,9 +391,7 @@ def check_masters_are_made_equal_also_where_training_is_in_evaluation_mode() -> 
     run = Wrapped("O5", seed=dist.get_rank(), loss_scale=1.0)
     run.wrapped.eval()
     torch.manual_seed(0)
-    for _ in range(3):
-        run.loss().backward()
-        run.play("step; zero")
+    run.play(3 * "outside; step; zero; ")
     run.agree()
 
 
