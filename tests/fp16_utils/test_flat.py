@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What the flat FP16_Optimizer alone has: a buffer for each group, and early 2019."""
 
-import copy
 from typing import Any
 
 import pytest
@@ -9,8 +8,8 @@ import torch
 from torch import nn
 
 from cases.models import loss_of, values
-from cases.optimizers import ADAMW, MAIN
-from fp16_utils.steps import HALVES, EarlyAdam, assert_bound, flat, parts, wrapped
+from cases.optimizers import MAIN
+from fp16_utils.steps import HALVES, EarlyAdam, assert_bound, flat, parts
 from preamp.optimizers import FP16_Optimizer, FusedAdam
 
 BUILDS: dict[str, Any] = {**{case.name: case.build for case in MAIN}, "early": EarlyAdam}
@@ -18,29 +17,6 @@ EACH = pytest.mark.parametrize("name", BUILDS)
 
 
 OPTIONS: dict[str, Any] = {"lr": 0.125, "betas": (0.5, 0.75), "eps": 2.0**-10}
-
-
-def test_a_fused_adam_clips_per_group() -> None:
-    model, optimizer = parts(
-        lambda params: FusedAdam(params, **OPTIONS, max_grad_norm=0.5), static_loss_scale=8.0
-    )
-    a, b = model.a.weight, model.b.weight
-    optimizer.backward(a.float().sum() * 3.0 + b.float().sum() * 0.125)
-    optimizer.step()
-    moments = [optimizer.state[m]["exp_avg"][0].item() for m in optimizer.fp32_groups_flat]
-    clip = 0.5 / (3.0 * 6**0.5 + 1e-6)  # the first group is above 0.5, the second below
-    assert moments == pytest.approx([0.5 * 3.0 * clip, 0.5 * 0.125], rel=1e-5)
-
-
-def test_any_fused_adam_follows_the_early_formula() -> None:
-    _, plain = parts(lambda params: FusedAdam(params, **OPTIONS, eps_inside_sqrt=False))
-    _, named = parts(lambda params: FusedAdam(params, **OPTIONS))
-    for optimizer in (plain, named):
-        loss = sum(p.float().square().sum() for g in optimizer.fp16_groups for p in g)
-        optimizer.backward(loss)
-        optimizer.step()
-        assert all("step" in state for state in optimizer.state.values())
-    assert torch.equal(flat(values(plain)), flat(values(named)))
 
 
 def bert(kind: Any, dtype: torch.dtype, scaling: dict[str, Any], **options: Any) -> Any:
@@ -138,37 +114,4 @@ def test_a32_empty_groups_and_empty_parameters(name: str) -> None:
     assert [master.numel() for master in optimizer.fp32_groups_flat] == [0, 3]
 
 
-def test_frozen_parameters_stay_and_may_be_unfrozen() -> None:
-    model, optimizer = parts(ADAMW.build)
-    model.b.requires_grad_(False)
-    frozen = model.b.weight.detach().clone()
-    for index in range(2):
-        optimizer.backward(loss_of([model], index))
-        optimizer.step()
-        assert torch.equal(model.b.weight, frozen) == (index == 0)
-        model.b.requires_grad_()
-
-
-def test_loading_binds_parameters_that_were_given_other_data() -> None:
-    model, optimizer = parts()
-    state = copy.deepcopy(optimizer.state_dict())
-    model.a.weight.data = torch.zeros(2, 3, dtype=torch.float16)
-    optimizer.load_state_dict(state)
-    assert_bound(model, optimizer)
-    assert model.a.weight.any()
-
-
 # -- what scripts look at ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("scale", [0, None])
-def test_fields(scale: Any) -> None:
-    """A dynamic scale does not ask for the static one."""
-    _, optimizer = wrapped("flat", dynamic_loss_scale=True, static_loss_scale=scale)
-    assert (optimizer.cur_scale, optimizer.cur_iter) == (2.0**16, 0)
-    assert (optimizer.last_overflow_iter, optimizer.scale_factor) == (-1, 2.0)
-    assert (optimizer.scale_window, optimizer.dynamic_loss_scale) == (1000, True)
-    _, optimizer = wrapped("flat", static_loss_scale=8)
-    assert (optimizer.cur_scale, optimizer.dynamic_loss_scale) == (8.0, False)
-    assert optimizer.param_groups is optimizer.optimizer.param_groups
-    assert optimizer.state is optimizer.optimizer.state

@@ -66,23 +66,6 @@ def test_steps_are_those_of_plain_torch(
     Pair(*row, dtype, **scaling).train(*range(4))
 
 
-@pytest.mark.parametrize(
-    ("kind", "how"),
-    [("general", {}), ("general", {"update_master_grads": False}), ("flat", {})],
-    ids=["each updates", "the last updates", "flat"],
-)
-@pytest.mark.parametrize("window", [1, 2000])
-def test_several_backwards_are_summed(kind: str, how: dict[str, Any], window: int) -> None:
-    """With a window of 1 the scale doubles after every update, between the backwards too."""
-    run = Pair(kind, sgd, **dynamic(scale_window=window, init_scale=2.0**8))
-    for step in range(2):
-        run.zero(to_none=False)
-        for index in (3 * step, 3 * step + 1):
-            run.backward(index, **how)
-        run.backward(3 * step + 2)
-        run.step()
-
-
 KEYS = {
     "general": {"loss_scaler", "dynamic_loss_scale", "overflow", "first_closure_call_this_step"}
     | {"optimizer_state_dict", "fp32_from_fp16"},
@@ -121,36 +104,6 @@ def test_resuming_is_going_on(
 
 def scale_of(optimizer: Any) -> float:
     return optimizer.loss_scale if hasattr(optimizer, "loss_scale") else optimizer.cur_scale
-
-
-def test_every_field_survives() -> None:
-    limits = {"scale_factor": 4.0, "scale_window": 5, "min_loss_scale": 0.5}
-    limits |= {"max_loss_scale": 2.0**10}
-    model, optimizer = wrapped(**dynamic(init_scale=8.0, **limits))
-    for loss in (model.loss(), model.loss(torch.nan), model.wide.sum()):
-        optimizer.backward(loss)
-    optimizer.overflow, optimizer.first_closure_call_this_step = True, False
-    saved = through_a_file(optimizer.state_dict())
-    scale = {"dynamic": True, "loss_scale": optimizer.loss_scale, "unskipped": 0}
-    assert saved["loss_scaler"] == {**scale, **limits}
-    _, other = wrapped()
-    other.load_state_dict(saved)
-    again = other.state_dict()
-    for key in saved.keys() - {"fp32_from_fp16"}:
-        assert again[key] == saved[key], key
-    assert (other.overflow, other.first_closure_call_this_step) == (True, False)
-
-
-@BOTH
-def test_sparse_gradients(kind: str) -> None:
-    model = nn.Embedding(4, 2, sparse=True).half()
-    before = model.weight.detach().clone()
-    optimizer = KINDS[kind](sgd(model.parameters()), dynamic_loss_scale=True, verbose=False)
-    optimizer.backward(model(torch.tensor([1, 1])).float().sum() * 0.25)
-    optimizer.step()
-    change = before.float() - model.weight.float()
-    torch.testing.assert_close(change[1], torch.tensor([0.5, 0.5]), rtol=0.0, atol=2e-3)
-    assert change.abs().sum(dim=1).count_nonzero() == 1
 
 
 def test_float64_parameters_are_the_optimizer_s_own() -> None:
@@ -278,14 +231,6 @@ def test_a_second_optimizer_of_the_same_weights_sums_too(keeps: bool) -> None:
         act(model, optimizer, "hand", 1.0)
     assert gradients(optimizer) == [[3.0] * 2] * 2
     assert copy.deepcopy(model).wide.grad is None
-
-
-def test_retain_graph() -> None:
-    model, optimizer = wrapped()
-    loss = (model.low.float() * model.wide).sum()
-    optimizer.backward(loss, retain_graph=True)
-    optimizer.backward(loss)
-    assert gradients(optimizer) == [[2.0, 2.0]] * 2
 
 
 @pytest.mark.parametrize("how", ["assigned", "in place", "beside the half one"])
@@ -431,16 +376,6 @@ def test_overflows_at_a_static_scale(
     assert capsys.readouterr().out == told
 
 
-def test_an_overflow_is_not_forgotten_over_the_next_backward() -> None:
-    model, optimizer = wrapped(**dynamic(init_scale=16.0))
-    optimizer.backward(model.low.float().sum() + model.wide.sum() * 3e38)
-    optimizer.backward(model.loss())
-    assert optimizer.overflow
-    assert optimizer.loss_scale == 4.0
-    optimizer.step()
-    assert [param.tolist() for param in model.parameters()] == [[1.0] * 2, [1.0] * 2]
-
-
 @pytest.mark.parametrize(
     ("kind", "args", "bad", "seen"),
     [
@@ -471,16 +406,6 @@ def test_the_dynamic_rule(kind: str, args: Any, bad: str, seen: list[float]) -> 
     assert found == seen
     if kind == "flat":
         assert (optimizer.cur_iter, optimizer.last_overflow_iter) == (len(bad), bad.rfind("1"))
-
-
-@BOTH
-def test_a_first_skipped_step_does_not_upset_schedulers(kind: str) -> None:
-    model, optimizer = wrapped(kind, **DYNAMIC)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer.optimizer, 1)
-    optimizer.backward(model.loss(torch.nan))
-    optimizer.step()
-    scheduler.step()
-    assert scheduler.last_epoch == 1
 
 
 @pytest.mark.parametrize(
@@ -563,34 +488,6 @@ def test_lbfgs_with_a_closure(dtype: torch.dtype) -> None:
     assert not any(firsts)
 
 
-def test_a_closure_runs_again_until_it_does_not_overflow() -> None:
-    model, optimizer = wrapped(**DYNAMIC)
-    calls, make = [], closure_of(model, optimizer, torch.nan, torch.nan, 1.0)
-
-    def closure() -> torch.Tensor:
-        calls.append(optimizer.loss_scale)
-        return make()
-
-    assert optimizer.step(closure) == 4.0
-    assert calls == [2.0**16, 2.0**15, 2.0**14]
-    assert model.low.tolist() == [0.0, 0.0]
-
-
-def test_a_closure_after_an_overflow_or_an_exception_starts_afresh() -> None:
-    model, optimizer = wrapped(**DYNAMIC)
-    optimizer.backward(model.loss(torch.nan))
-    assert optimizer.overflow
-
-    def broken() -> torch.Tensor:
-        raise KeyError("data")
-
-    with pytest.raises(KeyError):
-        optimizer.step(broken)
-    assert optimizer.first_closure_call_this_step
-    optimizer.step(closure_of(model, optimizer, 1.0))
-    assert model.low.tolist() == [0.0, 0.0]
-
-
 # -- what scripts look at ------------------------------------------------------------------------
 
 EMPTY = inspect.Parameter.empty
@@ -609,22 +506,3 @@ SIGNATURES: dict[Any, dict[str, Any]] = {
 def test_signatures(method: Any) -> None:
     found = inspect.signature(method).parameters.values()
     assert {p.name: p.default for p in found if p.name != "self"} == SIGNATURES[method]
-
-
-def test_the_scaler_is_the_one_of_amp() -> None:
-    _, optimizer = wrapped(**DYNAMIC)
-    assert optimizer.dynamic_loss_scale
-    assert optimizer.loss_scaler.loss_scale() == optimizer.loss_scale == 2.0**16
-    optimizer.loss_scaler._loss_scale = 32.0
-    assert optimizer.loss_scale == 32.0
-
-
-def test_parameters_are_told_if_asked(capsys: pytest.CaptureFixture[str]) -> None:
-    FP16_Optimizer(sgd(Weights().parameters()))
-    assert capsys.readouterr().out.splitlines() == [
-        "FP16_Optimizer processing param group 0:",
-        "FP16_Optimizer received torch.float32 with (2,)",
-        "FP16_Optimizer received torch.float32 with (2,)",
-    ]
-    wrapped()
-    assert capsys.readouterr().out == ""
