@@ -19,7 +19,6 @@ from torch import nn
 import preamp
 from cases.levels import LEVELS
 from kit import run as kit
-from kit.run import act
 
 STORAGES: dict[str, dict[str, Any]] = {
     "full": {},
@@ -100,21 +99,6 @@ class Run(kit.Run):
         out = self.model(torch.randn(32, 16, generator=generator).cuda()).float()
         return nn.functional.mse_loss(out, torch.randn(out.shape, generator=generator).cuda())
 
-    @act
-    def clip_in_parts(self) -> None:
-        """By norms of other orders too."""
-        preamp.clip_grad_norm_(next(self.model.children()).parameters(), 0.1)
-        preamp.clip_grad_norm_(self.model.parameters(), 0.3, norm_type=float("inf"))
-        preamp.clip_grad_norm_(self.optimizer, 0.2, norm_type=1.0)
-
-    @act
-    def twice(self, index: int) -> None:
-        """Two backwards in a block."""
-        losses = self.loss(index), self.loss(index + 1) * 0.5
-        with preamp.scale_loss(losses[0], self.optimizer) as scaled:
-            scaled.backward()
-            (losses[1] * scaled.detach() / losses[0].detach()).backward()
-
     def play(self, *programs: str) -> Run:
         super().play(*programs)
         return self
@@ -155,10 +139,7 @@ def pair(place: str, kept: Kept, kind: str = "FusedAdagrad", **options: Any) -> 
     return device, there
 
 
-LOOP = (
-    "iterate 0 | backward 1; clip .5; step; zero | backward 2 inf; step; zero; iterate 3 | "
-    "backward 4; backward 5; clip_in_parts; step; zero | twice 6; step; zero"
-)
+LOOP = "iterate 0 | backward 1; clip .5; step; zero | backward 2 inf; step; zero; iterate 3 4"
 """What else there is, random programs do (`test_programs_on_a_device`)."""
 
 

@@ -21,9 +21,6 @@ from torch.utils.dlpack import to_dlpack  # pyright: ignore
 
 import preamp
 import preamp.kernels
-from cases.layouts import LAYOUTS
-from cases.plain import counted
-from cases.rules import row
 from cases.waits import waits_refused
 from devices.host_runs import (
     KINDS,
@@ -38,11 +35,10 @@ from devices.host_runs import (
     with_masters,
     without_pinned_memory,
 )
-from kit.run import assert_alike, assert_same_program, build
+from kit.run import assert_same_program
 from preamp.core.away import values_of
 from preamp.core.errors import PreampStateError, PreampUnavailableError
-from preamp.kernels import Update, staged
-from preamp.kernels.rules import LambRule
+from preamp.kernels import staged
 from preamp.numerics import NumericsRecord, OverflowRecord
 from preamp.optimizers import FusedAdam
 
@@ -85,16 +81,6 @@ class Shapes(nn.Module):
         return self.linear(x) * self.gate + self.shift + self.none.sum()
 
 
-class Moving(nn.Linear):
-    """A model that comes to the device after ``initialize``."""
-
-    def cuda(self, device: Any = None) -> Any:
-        return self
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x.to(self.weight.device))
-
-
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 @pytest.mark.parametrize("model", [Shapes, Apart], ids=lambda kind: kind.__name__)
 def test_other_models(level: str, model: Any) -> None:
@@ -103,15 +89,6 @@ def test_other_models(level: str, model: Any) -> None:
     place = "host" if model is Apart else "released"
     runs = pair(place, (level, "full"), model=model, loss_scale=128.0)
     assert_same_program("iterate 0 | backward 1; clip .5; step; zero | iterate 2", *runs)
-
-
-@pytest.mark.parametrize("storage", ["full", "split"])
-def test_a_model_that_moves_after_initialize_leaves_masters_there(storage: str) -> None:
-    runs = pair("host", ("O5", storage), model=lambda: Moving(16, 4))
-    for run in runs:
-        nn.Module.cuda(run.model)
-    assert_same_program("iterate 0 1 2", *runs)
-    assert [run.masters()[0].device.type for run in runs] == ["cuda", "cpu"]
 
 
 # -- states from one place to another ------------------------------------------------------------
@@ -147,23 +124,6 @@ def test_a_run_goes_on_at_either_place(
     assert {t.device.type for t in second.state()} == {"cuda" if way[1] == "device" else "cpu"}
 
 
-def test_state_made_before_initialize_moves_there_and_back() -> None:
-    net = nn.Linear(4, 4).cuda()
-    optimizer = FusedAdam(net.parameters())
-    net(torch.ones(2, 4).cuda()).sum().backward()
-    optimizer.step()
-    before = [entry["exp_avg"].cpu() for entry in optimizer.state.values()]
-    preamp.initialize(
-        net, optimizer, opt_level="O5", storage=preamp.Storage(place="host"), verbosity=0
-    )
-    there = [entry["exp_avg"] for entry in optimizer.state.values()]
-    assert {tensor.device.type for tensor in there} == {"cpu"}
-    preamp.engine_of(net).close()
-    back = [entry["exp_avg"] for entry in optimizer.state.values()]
-    assert {tensor.device.type for tensor in back} == {"cuda"}
-    assert [torch.equal(a.cpu(), b) for a, b in zip(back, before, strict=True)] == [True, True]
-
-
 # -- around the step -----------------------------------------------------------------------------
 
 
@@ -191,19 +151,6 @@ def assert_are(exact: list[torch.Tensor], found: nn.Module) -> None:
     params = list(found.parameters())
     assert {(p.device.type, p.dtype) for p in params} == {("cuda", torch.float32)}
     assert [torch.equal(p.cpu(), e) for p, e in zip(params, exact, strict=True)] == [True] * 6
-
-
-@with_masters
-def test_exact_weights_and_copies_are_on_the_device(kept: Kept) -> None:
-    run = Run("host", kept).play("iterate 0 1 2")
-    exact = exactly(run)
-    assert_are(exact, copy.deepcopy(run.model))
-    with run.engine.exact_weights(), torch.no_grad():
-        assert_are(exact, run.model)
-        for param in run.model.parameters():
-            param.mul_(1.5)
-    pairs = zip(exact, exactly(run), strict=True)
-    assert [torch.equal(a * 1.5, b) for a, b in pairs] == [True] * 6
 
 
 @with_masters
@@ -332,74 +279,6 @@ def test_memory_is_used_again_once_it_has_gone(monkeypatch: pytest.MonkeyPatch) 
     assert torch.equal(torch.stack(wides), torch.ones(9, 2048))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.__name__)
-def test_forms_of_memory_are_kept(layout: Any) -> None:
-    wide = layout(torch.randn(4, 6, 2, 3))
-    half = wide.bfloat16().cuda()
-    strides = half.stride()
-    low = torch.empty_like(wide, dtype=torch.int16)
-    ops = preamp.kernels.backend("reference", "host")
-    ops.split_([wide], [half], [low])
-    joined = torch.zeros_like(wide)
-    ops.join_([half], [low], [joined])
-    assert torch.equal(joined, wide)
-    assert half.stride() == strides
-
-
-def test_norms_of_parts_are_taken_there() -> None:
-    """As where LAMB's tensors are parts of larger ones."""
-    rule: Any = row(LambRule).rule
-    lists = [[torch.randn(600).abs() for _ in range(5)] for _ in range(4)]
-    update = Update(step=3, inv_scale=torch.tensor(0.5))
-    expected = preamp.kernels.backend("reference").lamb_norms(*lists, rule=rule, update=update)
-    grads = [grad.cuda() for grad in lists[1]]
-    there = replace(update, inv_scale=torch.tensor(0.5).cuda())
-    ops = preamp.kernels.backend("reference", "host")
-    found = ops.lamb_norms(lists[0], grads, *lists[2:], rule=rule, update=there)
-    assert torch.equal(found, expected)
-
-
-def test_places_of_one_device_are_left_to_it() -> None:
-    ops = preamp.kernels.backend("reference", "host")
-    sources = [torch.ones(3), torch.ones(3), torch.ones(3).cuda()]
-    targets = [torch.zeros(3), torch.zeros(3).cuda(), torch.zeros(3).cuda()]
-    ops.cast_copy_(sources, targets)
-    assert [target.tolist() for target in targets] == [[1.0] * 3] * 3
-
-
-# -- bytes ---------------------------------------------------------------------------------------
-
-TEXTS = {
-    "FusedAdam": "FusedAdam",
-    "FusedAdagrad": "FusedAdagrad",
-    "FusedSGD": "FusedSGD(lr=0.1, momentum=0.9)",
-}
-KEPT = [(level, "float32") for level in ("O0", "O1", "O2", "O4", "O5")]
-KEPT += [(level, "split") for level in ("O2", "O5")]
-
-
-@pytest.mark.parametrize(("level", "masters"), KEPT)
-@pytest.mark.parametrize("kind", TEXTS)
-@pytest.mark.parametrize("moments", ["float32", "bfloat16", "8bit"])
-@pytest.mark.parametrize("releases", [False, True])
-def test_both_places_are_counted_as_estimated(
-    moments: Any, kind: str, level: str, masters: Any, releases: bool
-) -> None:
-    keeps: Any = {"masters": masters, "moments": moments, "release_gradients": releases}
-    storage = preamp.Storage(place="host", **keeps)
-    model = nn.Sequential(nn.Linear(64, 128), nn.BatchNorm1d(128), nn.Linear(128, 64)).cuda()
-    policy = preamp.OPT_LEVELS[level].replace(storage=storage)
-    found = preamp.estimate(model, policy, TEXTS[kind])
-    optimizer = build(kind, model.parameters())
-    batch = torch.ones(4, 64, device="cuda")
-    assert counted(model, optimizer, level, batch, storage=storage) == found.categories
-    assert found.on_device < found.total
-    if releases and level == "O5":
-        halves = 2 * (2 * 64 * 128 + 128 + 64)
-        assert (found.gradients, found.gradients_on_host) == (0, halves + 4 * 2 * 128)
-        assert found.on_device == halves + found.buffers + found.scaler + 4 * 2 * 128
-
-
 # -- gradients that wait ----------------------------------------------------------------------
 
 
@@ -461,18 +340,6 @@ def test_memory_on_the_host_stays_but_where_somebody_holds_gradients(kept: Kept)
     assert "gradients on the host" not in preamp.count_memory(engine)
 
 
-@every_level
-def test_a_checkpoint_is_written_while_gradients_come_anew(kept: Kept, tmp_path: Path) -> None:
-    first, second = (Run("released", kept).play("iterate 0 1 2") for _ in range(2))
-    saving = preamp.save_checkpoint(
-        tmp_path / "run", first.model, first.optimizer, asynchronous=True
-    )
-    first.play("iterate 3 4")
-    saving.wait()
-    preamp.load_checkpoint(tmp_path / "run", first.model, first.optimizer, rng=False)
-    assert_alike(first, second)
-
-
 def test_a_dropped_engine_sends_nothing_away() -> None:
     run = Run("released", ("O4", "full"))
     run.play("iterate 0 1 2")
@@ -507,22 +374,14 @@ LOOKS: dict[str, Callable[[Any], Any]] = {
     "into it": lambda grad: torch.mul(torch.ones(grad.shape).cuda(), 2.0, out=grad),
     "item": lambda grad: grad.sum(),
     "items": list,
-    "masked": lambda grad: grad.masked_fill_(grad == 0, 1.0),
     "new_tensor": lambda grad: grad.new_tensor(grad),
-    "new_tensor of another": lambda grad: torch.ones(1).cuda().new_tensor(grad),
-    "norm": torch.linalg.vector_norm,
     "part": _write_part,
     "pickle": pickle.dumps,
-    "plus": lambda grad: grad + 1.0,
-    "row": lambda grad: grad[0].zero_(),
-    "scaled": lambda grad: grad.mul_(2.0),
     "set_": lambda grad: grad.set_(torch.ones(grad.shape, dtype=grad.dtype).cuda()),
-    "set_ of another": lambda grad: torch.ones(1, dtype=grad.dtype).cuda().set_(grad),  # pyright: ignore
     "set data": _set_data,
     "tensor": torch.tensor,
     "to host": lambda grad: grad.cpu(),
     "to list": lambda grad: grad.tolist(),
-    "turned": lambda grad: grad.T,
     "vmap": lambda grad: torch.vmap(torch.neg)(grad),
 }
 
@@ -547,31 +406,6 @@ def test_no_pointer_is_told() -> None:
             to_dlpack(param.grad)  # pyright: ignore
 
 
-@pytest.mark.parametrize("level", ["O1", "O5"])
-def test_a_script_may_add_to_them(level: str) -> None:
-    """As autograd does, which nobody can tell from it."""
-    runs = [one.play(TAKEN) for one in pair("released", (level, "full"))]
-    for one in runs:
-        for param in one.model.parameters():
-            param.grad.add_(torch.full(param.shape, 0.25, dtype=param.dtype).cuda())
-    assert_same_program(END, *runs)
-
-
-@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
-def test_a_backward_that_fails_leaves_no_copy_behind(level: str) -> None:
-    def fail(grad: torch.Tensor) -> None:
-        raise ValueError("from a hook")
-
-    runs = pair("released", (level, "full"))
-    for run in runs:
-        run.play("iterate 0")
-        handle = next(run.model.parameters()).register_hook(fail)  # the last one that is made
-        with pytest.raises(ValueError, match="from a hook"):
-            run.backward(1)
-        handle.remove()
-    assert_same_program("zero; iterate 2 3", *runs)
-
-
 def test_a_half_model_is_all_that_the_card_holds() -> None:
     net = nn.Sequential(*[nn.Linear(256, 256, bias=False) for _ in range(8)])
     net = net.to(torch.bfloat16).cuda()
@@ -593,14 +427,6 @@ def test_a_half_model_is_all_that_the_card_holds() -> None:
         optimizer.zero_grad()
     # Beside weights and activations there were the gradient at hand and two on their way.
     assert torch.cuda.max_memory_allocated() - held < weights + 3 * weights // 8 + around
-
-
-def test_gradients_go_again_after_others_were_asked_for() -> None:
-    run = Run("released", ("O5", "full")).play("iterate 0 1 2")
-    with preamp.scale_loss(run.loss(3), run.optimizer) as scaled:
-        scaled.backward()
-        torch.autograd.grad(run.loss(4), list(run.model.parameters()))
-    assert all(away(run))
 
 
 @pytest.mark.parametrize("numerics", ["light", "full"])

@@ -351,21 +351,3 @@ def test_one_layer_moves_to_where_others_are(level: str) -> None:
         optimizer.zero_grad()
     places = [master.device.type for master in preamp.master_params(optimizer)]
     assert places == ["cpu"] * 2 + ["cuda"] * 4
-
-
-class First(nn.Sequential):
-    """Layers of which only the first one is used."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self[0](x)
-
-
-def test_masters_follow_layers_that_move_one_by_one() -> None:
-    """Also the second one, after which there are the devices of before."""
-    model = First(*(nn.Linear(2, 2) for _ in range(3)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    preamp.initialize(model, optimizer, opt_level="O2", verbosity=0)
-    for layer in (model[2], model[1]):
-        layer.cuda()
-        model(torch.ones(1, 2))
-        assert preamp.engine_of(model).master_of(layer.weight).is_cuda
