@@ -137,19 +137,6 @@ def parts(build: Build = sgd, **options: Any) -> tuple[Parts, Any]:
     return model, KINDS["flat"](build(groups_of(model)), **{"verbose": False, **options})
 
 
-def closure_of(model: Weights, optimizer: Any, *factors: float) -> Callable[[], torch.Tensor]:
-    """A closure whose gradients are ``factors``, one a call; the last one goes on."""
-    left = list(factors)
-
-    def closure() -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = model.loss(left.pop(0) if len(left) > 1 else left[0])
-        optimizer.backward(loss)
-        return loss
-
-    return closure
-
-
 def gradients(optimizer: FP16_Optimizer) -> list[list[float]]:
     """What the optimizer would use."""
     found = optimizer.inspect_master_grad_data()
