@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-import preamp
 from cases.waits import waits_refused
-from preamp.optimizers import FusedAdam
+from devices.host_runs import Apart
+from devices.test_steps import LOOPS, WARM_UP, capturable
+from kit import run as kit
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_name() != "pretended",
@@ -35,15 +35,6 @@ def test_waits_are_refused(wait: Callable[[torch.Tensor], object]) -> None:
     refused = pytest.raises(RuntimeError, match="called a synchronizing CUDA operation")
     with waits_refused(), refused:
         wait(torch.ones(3, device="cuda"))
-
-
-def test_what_need_not_wait_does_not() -> None:
-    with waits_refused():
-        pinned = torch.ones(3).pin_memory()
-        on_device = pinned.to("cuda", non_blocking=True) * 2
-        pinned.copy_(on_device, non_blocking=True)
-        on_device += torch.full((), 2.0, device="cuda")
-    assert on_device.data_ptr() != pinned.data_ptr()
 
 
 def test_a_copy_is_garbage_until_its_event_has_come() -> None:
@@ -73,26 +64,12 @@ def test_a_captured_step_asks_nothing_in_triton(
     level: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Asking an event, or for pinned memory, would end a capture; steps are done here meanwhile."""
-    torch.manual_seed(0)
-    model = nn.Linear(16, 8).cuda()
-    optimizer = FusedAdam(model.parameters(), lr=0.1, capturable=True)
-    preamp.initialize(model, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0)
-    preamp.engine_of(model).scaler(0).set_scale(64.0)  # no overflow, which numpy warns of
-    inputs = torch.ones(4, 16, device="cuda")
-
-    def step() -> None:
-        with preamp.scale_loss(model(inputs).float().sum(), optimizer) as scaled:
-            scaled.backward()
-        preamp.clip_grad_norm_(optimizer, 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
+    run = capturable(level).train(LOOPS["clipped"], 0, WARM_UP)
 
     def refused(*_: Any, **__: Any) -> None:
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    for _ in range(3):
-        step()
-    before = [param.clone() for param in model.parameters()]
+    before = run.tensors()
     empty = torch.empty
     with monkeypatch.context() as patch, waits_refused():
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
@@ -101,10 +78,9 @@ def test_a_captured_step_asks_nothing_in_triton(
         patch.setattr(
             torch, "empty", lambda *a, **k: refused() if k.get("pin_memory") else empty(*a, **k)
         )
-        step()
-    for param, old in zip(model.parameters(), before, strict=True):
-        assert not torch.equal(param, old)
-    assert preamp.engine_of(model).steps_applied == 3
+        run.play(LOOPS["clipped"], "zero")
+    assert not torch.equal(run.tensors()["weight 0"], before["weight 0"])
+    assert run.engine.steps_applied == WARM_UP
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
@@ -112,11 +88,9 @@ def test_kernels_go_to_their_tensors_stream_in_triton(
     level: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of their own device, which is not the current one; and each stream has tables of its own."""
-    models = [nn.Linear(8, 4).to(f"cuda:{i}") for i in range(2)]
-    model = nn.ModuleList(models)
-    optimizer = FusedAdam(model.parameters(), lr=0.1)
-    preamp.initialize(model, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0)
-    preamp.engine_of(model).scaler(0).set_scale(64.0)  # no overflow, which numpy warns of
+    run = kit.Run(level, "FusedAdam", Apart, loss_scale="dynamic")
+    run.engine.scaler(0).set_scale(64.0)  # no overflow, which numpy warns of
+    step = "backward; clip .5; step; zero filled"  # so that addresses are the same in the next one
     noted: list[tuple[int, torch.cuda.Stream, int]] = []
     executor = importlib.import_module("triton.runtime.interpreter").GridExecutor
     call = executor.__call__
@@ -127,26 +101,16 @@ def test_kernels_go_to_their_tensors_stream_in_triton(
         noted.append((pointers.device.index, torch.cuda.current_stream(), pointers.data_ptr()))
         return call(kernel, *args, **kwargs)
 
-    def step() -> None:
-        outs = [part(torch.ones(2, 8, device=f"cuda:{i}")) for i, part in enumerate(models)]
-        loss = sum(out.float().sum().to("cuda:0") for out in outs)
-        with preamp.scale_loss(loss, optimizer) as scaled:
-            scaled.backward()
-        preamp.clip_grad_norm_(optimizer, 0.5)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=False)  # so that addresses are the same in the next step
-
-    for _ in range(2):
-        step()
+    run.play(step, step)
     monkeypatch.setattr(executor, "__call__", noting)
-    step()
+    run.play(step)
     default, tables = [(device, stream) for device, stream, _ in noted], {at for *_, at in noted}
     assert set(default) == {(i, torch.cuda.default_stream(i)) for i in range(2)}
     noted.clear()
-    assert preamp.engine_of(model).steps_applied == 3  # nothing holds the graphs of earlier steps
+    assert run.engine.steps_applied == 3  # nothing holds the graphs of earlier steps
     side = [torch.cuda.Stream(i) for i in range(2)]
     with torch.cuda.stream(side[0]), torch.cuda.stream(side[1]), torch.cuda.device(0):
-        step()
+        run.play(step)
     assert [(device, stream) for device, stream, _ in noted] == [(i, side[i]) for i, _ in default]
     assert not tables & {at for *_, at in noted}
     assert torch.cuda.current_device() == 0

@@ -34,6 +34,7 @@ import preamp
 from cases.levels import LEVEL_NAMES, WITH_MASTERS
 from cases.tolerances import assert_same
 from distributed.ranks import Training, each, shard, whole
+from kit.compare import same
 from kit.refusals import refused
 from preamp import optimizers
 from preamp.core.tensors import local_of
@@ -50,14 +51,17 @@ def sgd(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.25)
 
 
-def make() -> nn.Sequential:
-    """One of its weights has an empty shard."""
-    model = nn.Sequential(nn.Linear(4, 5, bias=False), nn.Linear(5, 1, bias=False))
+def filled(model: Any) -> Any:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for param in model.parameters():
             param.copy_(torch.randint(-2, 3, param.shape, generator=generator) / 4)
     return model
+
+
+def make() -> nn.Sequential:
+    """One of its weights has an empty shard."""
+    return filled(nn.Sequential(nn.Linear(4, 5, bias=False), nn.Linear(5, 1, bias=False)))
 
 
 def batch(rank: int | None) -> torch.Tensor:
@@ -110,10 +114,6 @@ def pair(level: str, optimize: Optimize = sgd, **options: Any) -> tuple[Run, Run
     """Sharded, and not."""
     sharded, single = (Run(level, optimize, is_sharded=it, **options) for it in (True, False))
     return sharded, single
-
-
-def same(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> bool:
-    return len(found) == len(wanted) and all(map(torch.equal, found, wanted))
 
 
 def assert_rounded(run: Run) -> None:
@@ -299,13 +299,9 @@ def check_engines_that_load_different_states() -> None:
 
 
 def check_batch_norms_by_themselves() -> None:
-    model = shard(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)))
-    optimizer = sgd(model.parameters())
-    preamp.initialize(model, optimizer, opt_level="O2", loss_scale=8.0, verbosity=0)
-    assert model.get_parameter("1.weight").dtype is torch.float32
-    with preamp.scale_loss(model(batch(dist.get_rank())).float().mean(), optimizer) as scaled:
-        scaled.backward()
-    optimizer.step()
+    run = Run("O2", model=nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)))
+    assert run.model.get_parameter("1.weight").dtype is torch.float32
+    run.iterate()
 
 
 def check_copies_and_odd_meshes() -> None:
@@ -344,11 +340,7 @@ class Net(nn.Module):
         self.last = nn.Linear(7, 1)
         self.idle = nn.Linear(3, 3)
         self.recomputes = recomputes
-        generator = torch.Generator().manual_seed(0)
-        with torch.no_grad():
-            for param in self.parameters():
-                param.copy_(torch.randint(-2, 3, param.shape, generator=generator) / 4)
-        self.first.requires_grad_(not freezes)
+        filled(self).first.requires_grad_(not freezes)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x)
@@ -488,19 +480,10 @@ def records_memory_is_this_rank_s() -> None:
     """As estimated where parts are even; what a forward has gathered is no master."""
     for level, name in each(LEVEL_NAMES, EVEN, size=2):
         model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
-        planned = EVEN[name](model.parameters())
         shares: Any = {"world_size": dist.get_world_size(), "sharding": "fsdp"}
+        planned = EVEN[name](model.parameters())
         wanted = preamp.estimate(model, level, planned, **shares).categories
-        optimizer = EVEN[name](shard(model).parameters())
-        preamp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=8.0)
-        engine = preamp.engine_of(model)
-        for step in range(2):
-            with preamp.scale_loss(model(batch(0)).float().mean(), optimizer) as scaled:
-                scaled.backward()
-            if step:
-                assert preamp.count_memory(engine) == wanted, (level, name)
-            optimizer.step()
-            optimizer.zero_grad()
-        with torch.no_grad():
-            model(batch(0))
-        assert preamp.count_memory(engine)["masters"] == wanted["masters"]
+        run = Run(level, EVEN[name], model=model).play("iterate; backward")
+        assert preamp.count_memory(run.engine) == wanted, (level, name)
+        run.play("step; zero; forward")
+        assert preamp.count_memory(run.engine)["masters"] == wanted["masters"]

@@ -158,17 +158,6 @@ def check_evaluation_talks_to_nobody() -> None:
         SyncBatchNorm(CHANNELS, track_running_stats=False).eval()(torch.randn(4, CHANNELS))
 
 
-def check_a_layer_may_be_used_twice() -> None:
-    x = normal(6, CHANNELS)
-    plain = nn.BatchNorm1d(CHANNELS).double()
-    layer = convert_syncbn_model(plain)
-    leaf, own = x.clone().requires_grad_(), mine(x, (4, 2)).requires_grad_()
-    plain(plain(leaf).square()).pow(3).sum().backward()
-    layer(layer(own).square()).pow(3).sum().backward()
-    torch.testing.assert_close(own.grad, mine(leaf.grad, (4, 2)))
-    torch.testing.assert_close(summed(layer.weight.grad), plain.weight.grad)
-
-
 def check_only_what_needs_gradients_gets_them() -> None:
     for wants in itertools.product((False, True), repeat=3):
         layer = layer_for(torch.float64)

@@ -256,8 +256,7 @@ class Wrapped(kit.run.Run):
         more = {"loss_scale": "dynamic", **more}
         super().__init__(level, model=model or layers, starts=False, **more)
         self.wrapped: Any = wrap(self.model) if wraps == "before" else self.model
-        if wraps != "with others":
-            self.initialize()
+        self.initialize()
         if wraps == "after":
             self.wrapped = wrap(self.model)
 
@@ -423,29 +422,6 @@ def check_an_overflow_of_one_loss_that_another_loss_reduces() -> None:
         run.agree()
         scales = [run.engine.loss_scale(index) for index in range(3)]
         assert scales == [2.0**15, 2.0**15, 2.0**16]
-
-
-def check_an_overflow_that_another_optimizer_does_not_reduce() -> None:
-    """One scale for two models, as Apex's default: it waits for the model that overflowed."""
-    for level in each(("O1", "O2")):
-        one, other = (Wrapped(level, wraps="with others") for _ in range(2))
-        preamp.initialize(
-            [one.model, other.model],
-            [one.optimizer, other.optimizer],
-            opt_level=level,
-            loss_scale="dynamic",
-            verbosity=0,
-        )
-        for run in (one, other):
-            run.wrapped = TorchDDP(run.model)
-        one.overflow()
-        other.train(steps=1)
-        assert one.engine.loss_scale() == 2.0**16
-        one.iterate()
-        assert one.engine.loss_scale() == 2.0**15
-        assert one.engine.steps_skipped == 1
-        one.agree()
-        other.agree()
 
 
 def check_ranks_that_step_alone_react_alone() -> None:

@@ -345,6 +345,7 @@ def test_an_overflow_skips_the_step_and_halves_the_scale(
     optimizer.backward(model.loss() + getattr(model, where).float()[1] * bad)
     if kind == "general":
         assert optimizer.overflow
+        assert optimizer.loss_scaler.loss_scale() == optimizer.loss_scale  # it is that of amp
         assert optimizer.clip_master_grads(1.0) == -1
         assert optimizer.inspect_master_grad_data() is None
     assert optimizer.step() is None

@@ -17,6 +17,7 @@ from preamp.fp16_utils import (
     FP16Model,
     LossScaler,
     clip_grad_norm,
+    convert_module,
     convert_network,
     master_params_to_model_params,
     model_grads_to_master_grads,
@@ -164,6 +165,17 @@ def test_network_to_half_is_a_sequential_that_runs_forward_and_backward() -> Non
     assert out.dtype is torch.float16
     out.float().sum().backward()
     assert net.conv.weight.grad is not None
+
+
+def test_convert_module_leaves_children_and_integers() -> None:
+    net = Net()
+    net.own.grad = torch.ones(3)
+    convert_module(net, torch.bfloat16)
+    found = dtypes(net)
+    assert found["own"] is found["table"] is torch.bfloat16
+    assert found["conv.weight"] is torch.float32
+    assert found["count"] is torch.int64
+    assert net.own.grad.dtype is torch.bfloat16
 
 
 class Lookup(nn.Module):

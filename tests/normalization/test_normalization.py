@@ -3,7 +3,6 @@
 
 import copy
 import inspect
-import itertools
 import math
 import warnings
 from typing import Any
@@ -181,17 +180,6 @@ def test_functions_default_to_a_smaller_eps(
     assert (defaults["eps"], defaults["memory_efficient"]) == (1e-6, False)
 
 
-def test_layers_can_be_nested_in_any_shape() -> None:
-    layer = FusedLayerNorm([2, 3])
-    assert layer.normalized_shape == torch.Size([2, 3])
-    for shape in ((2, 3), (4, 2, 3), (0, 2, 3)):
-        x = torch.randn(shape, requires_grad=True)
-        layer(x).sum().backward()
-        assert x.grad.shape == x.shape
-    with pytest.raises(RuntimeError, match="normalized_shape"):
-        layer(torch.ones(3, 2))
-
-
 @ALL_LAYERS
 def test_keeping_the_output_is_refused(kind: Any) -> None:
     with refused("normalization", "memory_efficient"):
@@ -203,16 +191,15 @@ def test_keeping_the_output_is_refused(kind: Any) -> None:
 @ALL_LAYERS
 def test_autocast_casts_the_arguments(kind: Any) -> None:
     layer = kind(6)
-    for dtype, half in itertools.product((torch.float32, torch.float64), (torch.bfloat16,)):
+    for dtype in (torch.float32, torch.float64):
         x = torch.randn(3, 6, dtype=dtype)
-        with torch.autocast("cpu", dtype=half):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
             out = layer(x)
         # float64 stays what it is, as in autocast itself.
         stays = dtype is torch.float64 and "Mixed" not in kind.__name__
-        assert out.dtype is (torch.float64 if stays else half)
-        wanted = copy.deepcopy(layer).to(half)(x if stays else x.to(half))
-        if not stays and dtype is not torch.float64:
-            assert_same(out.detach(), wanted.detach())
+        assert out.dtype is (torch.float64 if stays else torch.bfloat16)
+        if dtype is torch.float32:
+            assert_same(out.detach(), copy.deepcopy(layer).bfloat16()(x.bfloat16()).detach())
 
 
 @ALL_LAYERS
