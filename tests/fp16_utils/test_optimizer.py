@@ -114,6 +114,24 @@ def test_float64_parameters_are_the_optimizer_s_own() -> None:
     assert torch.equal(model.weight, before - 1.0)
 
 
+def test_every_field_survives() -> None:
+    limits = {"scale_factor": 4.0, "scale_window": 5, "min_loss_scale": 0.5}
+    limits |= {"max_loss_scale": 2.0**10}
+    model, optimizer = wrapped(**dynamic(init_scale=8.0, **limits))
+    for loss in (model.loss(), model.loss(torch.nan), model.wide.sum()):
+        optimizer.backward(loss)
+    optimizer.overflow, optimizer.first_closure_call_this_step = True, False
+    saved = through_a_file(optimizer.state_dict())
+    scale = {"dynamic": True, "loss_scale": optimizer.loss_scale, "unskipped": 0}
+    assert saved["loss_scaler"] == {**scale, **limits}
+    _, other = wrapped()
+    other.load_state_dict(saved)
+    again = other.state_dict()
+    for key in saved.keys() - {"fp32_from_fp16"}:
+        assert again[key] == saved[key], key
+    assert (other.overflow, other.first_closure_call_this_step) == (True, False)
+
+
 # -- gradients, act by act -----------------------------------------------------------------------
 
 Acts = list[tuple[str, float]]
@@ -408,6 +426,16 @@ def test_the_dynamic_rule(kind: str, args: Any, bad: str, seen: list[float]) -> 
         assert (optimizer.cur_iter, optimizer.last_overflow_iter) == (len(bad), bad.rfind("1"))
 
 
+@BOTH
+def test_a_first_skipped_step_does_not_upset_schedulers(kind: str) -> None:
+    model, optimizer = wrapped(kind, **DYNAMIC)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer.optimizer, 1)
+    optimizer.backward(model.loss(torch.nan))
+    optimizer.step()
+    scheduler.step()
+    assert scheduler.last_epoch == 1
+
+
 @pytest.mark.parametrize(
     ("kind", "options", "scale"),
     [("general", {}, 2.0**-24), ("general", {"min_loss_scale": 1.0}, 1.0), ("flat", {}, 1.0)],
@@ -491,6 +519,27 @@ def test_lbfgs_with_a_closure(dtype: torch.dtype) -> None:
     assert not any(firsts)
 
 
+def test_a_closure_after_an_overflow_or_an_exception_starts_afresh() -> None:
+    model, optimizer = wrapped(**DYNAMIC)
+    optimizer.backward(model.loss(torch.nan))
+    assert optimizer.overflow
+
+    def broken() -> torch.Tensor:
+        raise KeyError("data")
+
+    with pytest.raises(KeyError):
+        optimizer.step(broken)
+    assert optimizer.first_closure_call_this_step
+
+    def whole() -> torch.Tensor:
+        optimizer.zero_grad()
+        optimizer.backward(loss := model.loss())
+        return loss
+
+    optimizer.step(whole)
+    assert model.low.tolist() == [0.0, 0.0]
+
+
 # -- what scripts look at ------------------------------------------------------------------------
 
 EMPTY = inspect.Parameter.empty
@@ -509,3 +558,14 @@ SIGNATURES: dict[Any, dict[str, Any]] = {
 def test_signatures(method: Any) -> None:
     found = inspect.signature(method).parameters.values()
     assert {p.name: p.default for p in found if p.name != "self"} == SIGNATURES[method]
+
+
+def test_parameters_are_told_if_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    FP16_Optimizer(sgd(Weights().parameters()))
+    assert capsys.readouterr().out.splitlines() == [
+        "FP16_Optimizer processing param group 0:",
+        "FP16_Optimizer received torch.float32 with (2,)",
+        "FP16_Optimizer received torch.float32 with (2,)",
+    ]
+    wrapped()
+    assert capsys.readouterr().out == ""
