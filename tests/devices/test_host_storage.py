@@ -20,6 +20,7 @@ from torch.utils.dlpack import to_dlpack  # pyright: ignore
 
 import preamp
 import preamp.kernels
+from cases.rules import row
 from cases.waits import waits_refused
 from devices.host_runs import (
     KINDS,
@@ -38,7 +39,8 @@ from kit.compare import same
 from kit.run import assert_same_program
 from preamp.core.away import values_of
 from preamp.core.errors import PreampStateError, PreampUnavailableError
-from preamp.kernels import staged
+from preamp.kernels import Update, staged
+from preamp.kernels.rules import LambRule
 from preamp.numerics import NumericsRecord, OverflowRecord
 from preamp.optimizers import FusedAdam
 
@@ -262,6 +264,19 @@ def test_memory_is_used_again_once_it_has_gone(monkeypatch: pytest.MonkeyPatch) 
     assert torch.equal(torch.stack(wides), torch.ones(9, 2048))
 
 
+def test_norms_of_parts_are_taken_there() -> None:
+    """As where LAMB's tensors are parts of larger ones."""
+    rule: Any = row(LambRule).rule
+    lists = [[torch.randn(600).abs() for _ in range(5)] for _ in range(4)]
+    update = Update(step=3, inv_scale=torch.tensor(0.5))
+    expected = preamp.kernels.backend("reference").lamb_norms(*lists, rule=rule, update=update)
+    grads = [grad.cuda() for grad in lists[1]]
+    there = replace(update, inv_scale=torch.tensor(0.5).cuda())
+    ops = preamp.kernels.backend("reference", "host")
+    found = ops.lamb_norms(lists[0], grads, *lists[2:], rule=rule, update=there)
+    assert torch.equal(found, expected)
+
+
 # -- gradients that wait ----------------------------------------------------------------------
 
 
@@ -387,6 +402,16 @@ def test_no_pointer_is_told() -> None:
     for param in run.model.parameters():
         with pytest.raises(RuntimeError, match="Cannot access data pointer"):
             to_dlpack(param.grad)  # pyright: ignore
+
+
+@pytest.mark.parametrize("level", ["O1", "O5"])
+def test_a_script_may_add_to_them(level: str) -> None:
+    """As autograd does, which nobody can tell from it."""
+    runs = [one.play(TAKEN) for one in pair("released", (level, "full"))]
+    for one in runs:
+        for param in one.model.parameters():
+            param.grad.add_(torch.full(param.shape, 0.25, dtype=param.dtype).cuda())
+    assert_same_program(END, *runs)
 
 
 def test_a_half_model_is_all_that_the_card_holds() -> None:

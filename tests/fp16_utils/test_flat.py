@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What the flat FP16_Optimizer alone has: a buffer for each group, and early 2019."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from torch import nn
 
 from cases.models import loss_of, values
 from cases.optimizers import MAIN
-from fp16_utils.steps import HALVES, EarlyAdam, assert_bound, flat, parts
+from fp16_utils.steps import HALVES, EarlyAdam, assert_bound, flat, parts, wrapped
 from preamp.optimizers import FP16_Optimizer, FusedAdam
 
 BUILDS: dict[str, Any] = {**{case.name: case.build for case in MAIN}, "early": EarlyAdam}
@@ -17,6 +18,17 @@ EACH = pytest.mark.parametrize("name", BUILDS)
 
 
 OPTIONS: dict[str, Any] = {"lr": 0.125, "betas": (0.5, 0.75), "eps": 2.0**-10}
+
+
+def test_any_fused_adam_follows_the_early_formula() -> None:
+    _, plain = parts(lambda params: FusedAdam(params, **OPTIONS, eps_inside_sqrt=False))
+    _, named = parts(lambda params: FusedAdam(params, **OPTIONS))
+    for optimizer in (plain, named):
+        loss = sum(p.float().square().sum() for g in optimizer.fp16_groups for p in g)
+        optimizer.backward(loss)
+        optimizer.step()
+        assert all("step" in state for state in optimizer.state.values())
+    assert torch.equal(flat(values(plain)), flat(values(named)))
 
 
 def bert(kind: Any, dtype: torch.dtype, scaling: dict[str, Any], **options: Any) -> Any:
@@ -80,6 +92,15 @@ def test_a_closure_is_called_once_before_the_step() -> None:
     assert torch.equal(flat(values(optimizer)), before - 1.0)
 
 
+def test_loading_binds_parameters_that_were_given_other_data() -> None:
+    model, optimizer = parts()
+    state = copy.deepcopy(optimizer.state_dict())
+    model.a.weight.data = torch.zeros(2, 3, dtype=torch.float16)
+    optimizer.load_state_dict(state)
+    assert_bound(model, optimizer)
+    assert model.a.weight.any()
+
+
 # -- odd gradients (A-32) ------------------------------------------------------------------------
 
 
@@ -115,3 +136,16 @@ def test_a32_empty_groups_and_empty_parameters(name: str) -> None:
 
 
 # -- what scripts look at ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scale", [0, None])
+def test_fields(scale: Any) -> None:
+    """A dynamic scale does not ask for the static one."""
+    _, optimizer = wrapped("flat", dynamic_loss_scale=True, static_loss_scale=scale)
+    assert (optimizer.cur_scale, optimizer.cur_iter) == (2.0**16, 0)
+    assert (optimizer.last_overflow_iter, optimizer.scale_factor) == (-1, 2.0)
+    assert (optimizer.scale_window, optimizer.dynamic_loss_scale) == (1000, True)
+    _, optimizer = wrapped("flat", static_loss_scale=8)
+    assert (optimizer.cur_scale, optimizer.dynamic_loss_scale) == (8.0, False)
+    assert optimizer.param_groups is optimizer.optimizer.param_groups
+    assert optimizer.state is optimizer.optimizer.state

@@ -105,6 +105,18 @@ def scale_of(optimizer: Any) -> float:
     return optimizer.loss_scale if hasattr(optimizer, "loss_scale") else optimizer.cur_scale
 
 
+@BOTH
+def test_sparse_gradients(kind: str) -> None:
+    model = nn.Embedding(4, 2, sparse=True).half()
+    before = model.weight.detach().clone()
+    optimizer = KINDS[kind](sgd(model.parameters()), dynamic_loss_scale=True, verbose=False)
+    optimizer.backward(model(torch.tensor([1, 1])).float().sum() * 0.25)
+    optimizer.step()
+    change = before.float() - model.weight.float()
+    torch.testing.assert_close(change[1], torch.tensor([0.5, 0.5]), rtol=0.0, atol=2e-3)
+    assert change.abs().sum(dim=1).count_nonzero() == 1
+
+
 def test_float64_parameters_are_the_optimizer_s_own() -> None:
     model = nn.Linear(2, 1, bias=False).double()
     before = model.weight.detach().clone()

@@ -85,6 +85,18 @@ def test_lists_and_their_gradients(flat: bool) -> None:
     assert dense.reshape(4, 2).tolist() == [[0, 0], [2, 2], [0, 0], [0, 0]]
 
 
+def test_a_missing_gradient_clears_the_masters() -> None:
+    _, (flat,) = prep_param_lists(net(), flat_master=True)
+    assert flat.shape == (3 * 2 + 2 + 2,)
+    params, masters = prep_param_lists(net())
+    for master in masters:
+        master.grad = torch.ones_like(master)
+    params[0].grad = torch.full_like(params[0], 3.0)
+    model_grads_to_master_grads(params, masters)
+    assert masters[0].grad.unique().tolist() == [3.0]
+    assert [master.grad for master in masters[1:]] == [None] * (len(masters) - 1)
+
+
 def test_helpers() -> None:
     for value in (torch.tensor([2.5]), np.float32(2.5), [2.5, 1.0]):
         assert to_python_float(value) == 2.5
