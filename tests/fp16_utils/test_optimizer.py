@@ -65,6 +65,23 @@ def test_steps_are_those_of_plain_torch(
     Pair(*row, dtype, **scaling).train(*range(4))
 
 
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [("general", {}), ("general", {"update_master_grads": False}), ("flat", {})],
+    ids=["each updates", "the last updates", "flat"],
+)
+@pytest.mark.parametrize("window", [1, 2000])
+def test_several_backwards_are_summed(kind: str, how: dict[str, Any], window: int) -> None:
+    """With a window of 1 the scale doubles after every update, between the backwards too."""
+    run = Pair(kind, sgd, **dynamic(scale_window=window, init_scale=2.0**8))
+    for step in range(2):
+        run.zero(to_none=False)
+        for index in (3 * step, 3 * step + 1):
+            run.backward(index, **how)
+        run.backward(3 * step + 2)
+        run.step()
+
+
 KEYS = {
     "general": {"loss_scaler", "dynamic_loss_scale", "overflow", "first_closure_call_this_step"}
     | {"optimizer_state_dict", "fp32_from_fp16"},
