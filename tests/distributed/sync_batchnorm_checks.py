@@ -111,7 +111,7 @@ def check_channels_last_are_the_same_numbers() -> None:
             own = [mine(t, (1, 3)) for t in (x, z, dy)]
             own = [t.movedim(1, -1).contiguous() if moved else t for t in own]
             leaf, extra = own[0].requires_grad_(), own[1].requires_grad_()
-            y = layer(leaf, extra if residual else None)
+            y = layer.forward(leaf, extra if residual else None)
             y.backward(own[2])
             grads = [leaf.grad, extra.grad if residual else torch.zeros(1, 1)]
             found.append([t.movedim(-1, 1) if moved else t for t in (y, *grads)])
