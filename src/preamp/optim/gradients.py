@@ -708,7 +708,7 @@ class HalfGradients:
         if self.state is not State.OPEN:
             return
         # Of the carried rows the half gradient holds the earlier one too.
-        for row in (*self._carried, *self._dropped()):
+        for row in (*self._carried, *(self._dropped() if self._reached else ())):
             self._keep(row, None)
         self._reached.clear()
         # Sharded ones may have been placed anew since they were read.
