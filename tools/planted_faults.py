@@ -104,8 +104,10 @@ FAULTS: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "src/preamp/optim/fused/entries.py": (
         ("both = factor * inv_scale.to(factor.device)", "both = factor"),
-        ('kept.is_same("params", params) and kept.is_same("keys", state):', "True:"),
-        ("and all(map(is_, column, referred))", ""),
+        ('if kept and kept.is_same("params", params):', "if kept:"),
+        ("if kept.places is None and are_same(state, params):", "if kept.places is None:"),
+        ("list(map(id, column)) == before", "before is not None"),
+        ("    lists.pop(name, None)\n\n\ndef kept_of", "    pass\n\n\ndef kept_of"),
     ),
     "src/preamp/optim/fused/moments.py": (
         ("start = box_of(leaf)[0][0] * math.prod(shape[1:])", "start = 0"),

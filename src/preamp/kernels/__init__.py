@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Stateless arithmetic on lists of tensors, by back end."""
 
+from preamp.kernels.by_device import lamb_norms as lamb_norms
 from preamp.kernels.dispatch import BACKENDS as BACKENDS
 from preamp.kernels.dispatch import backend as backend
 from preamp.kernels.dispatch import explain as explain

@@ -10,9 +10,11 @@ from typing import Any, cast
 
 import torch
 
+from preamp.core.away import values_in
 from preamp.core.tensors import devices_of, has_sharded, locals_of
 from preamp.core.torch_private.shards import sharded_as
 from preamp.kernels.ops import Census, Column, Ops, Tensors
+from preamp.kernels.plain import Plain
 from preamp.kernels.rules import LambRule, Rule
 from preamp.kernels.update import Update
 from preamp.kernels.vectors import norm, stack
@@ -121,11 +123,21 @@ class ByDevice(Ops):
             own, update = _own_parts((params, grads, *state), update)
             self.on(own[0][0].device).update_(*own, rule=rule, update=update)
 
-    def lamb_norms(
-        self, params: Tensors, grads: Tensors, *state: Tensors, rule: LambRule, update: Update
-    ) -> torch.Tensor:
-        own, update = _own_parts((params, grads, *state), update)
-        return self.on(own[0][0].device).lamb_norms(*own, rule=rule, update=update)
+
+def lamb_norms(
+    params: Tensors, grads: Tensors, *state: Tensors, rule: LambRule, update: Update
+) -> torch.Tensor:
+    """The ``|p|`` and ``|u|`` of LAMB, ``(2, n)``, of this rank's parts; mutates nothing.
+
+    The definition computes them, where the moments are: an update measures whole tensors itself.
+    """
+    own, update = _own_parts((params, values_in(grads), *state), update)
+    home = own[-1][0].device
+    near = [[tensor.to(home) for tensor in column] for column in own]
+    if update.halves is not None:
+        halves = [None if half is None else half.to(home) for half in update.halves]
+        update = replace(update, halves=halves)
+    return Plain(fuses=False).lamb_norms(*near, rule=rule, update=update)
 
 
 def _own_parts(lists: Sequence[Tensors], update: Update) -> tuple[Sequence[Tensors], Update]:

@@ -38,7 +38,7 @@ import torch
 from preamp.kernels.plans import Column as Column
 from preamp.kernels.plans import Tensors as Tensors
 from preamp.kernels.plans import check_lengths
-from preamp.kernels.rules import LambRule, Rule
+from preamp.kernels.rules import Rule
 from preamp.kernels.update import Scalar, Update
 from preamp.kernels.vectors import LONG, stack
 
@@ -169,15 +169,6 @@ class Ops(ABC):
 
         Raises:
             ValueError: Lists or shapes differ. Nothing was changed.
-        """
-
-    @abstractmethod
-    def lamb_norms(
-        self, params: Tensors, grads: Tensors, *state: Tensors, rule: LambRule, update: Update
-    ) -> torch.Tensor:
-        """The ``|p|`` and ``|u|`` that `update_` would take, ``(2, n)``.
-
-        Mutates nothing, but that parameters may take over what their half weights say.
         """
 
 

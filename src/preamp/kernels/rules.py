@@ -27,7 +27,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
 from preamp.core.errors import worded
 from preamp.kernels.update import Scalar
@@ -387,14 +387,9 @@ def bound_formulas(make: Callable[[Formula], Any], **words: Any) -> dict[Formula
 def check_known(rule: Rule) -> None:
     """Refuse a rule that is not in `RULES`, whose formulas no back end has bound."""
     if type(rule) not in RULES:
-        left_out(rule)
-
-
-def left_out(rule: Rule) -> NoReturn:
-    """Refuse a rule that a back end has no kernel for."""
-    raise worded(
-        NotImplementedError,
-        f"There is no kernel for {type(rule).__name__} here",
-        "Every back end has all rules of preamp.kernels.rules.RULES",
-        "Add it where this was raised; docs/design.md lists the places",
-    )
+        raise worded(
+            NotImplementedError,
+            f"There is no kernel for {type(rule).__name__} here",
+            "Every back end has all rules of preamp.kernels.rules.RULES",
+            "Add it there and to the back ends; docs/design.md lists the places",
+        )

@@ -29,7 +29,7 @@ from preamp.core.tensors import devices_of, host_reaches, is_capturing, locals_o
 from preamp.core.torch_private.shards import sharded_as
 from preamp.kernels.by_device import ByDevice, pick
 from preamp.kernels.ops import Census, Column, Tensors
-from preamp.kernels.rules import LambRule, Rule
+from preamp.kernels.rules import Rule
 from preamp.kernels.stored import Stored
 from preamp.kernels.update import Update
 
@@ -132,23 +132,6 @@ class Staged(ByDevice):
             compute(rest, lists, rule, update)
         elif rest:
             compute(rest, [*pick(rest, *lists)], rule, update.at(rest))
-
-    def lamb_norms(
-        self, params: Tensors, grads: Tensors, *state: Tensors, rule: LambRule, update: Update
-    ) -> torch.Tensor:
-        grads = values_in(grads)
-        lists, found = [params, grads, *state], dict[int, torch.Tensor]()
-
-        def compute(places: Sequence[int], lists: list[Any], rule: Any, update: Update) -> None:
-            norms = super(Staged, self).lamb_norms(*lists, rule=rule, update=update)
-            found.update(zip(places, norms.unbind(1), strict=True))
-
-        rest = _stage_update(lists, rule, update, compute)
-        if not found:
-            return super().lamb_norms(*lists, rule=rule, update=update)
-        if rest:
-            compute(rest, [*pick(rest, *lists)], rule, update.at(rest))
-        return torch.stack([found[place].cpu() for place in range(len(params))], dim=1)
 
 
 def _stage_update(

@@ -119,13 +119,6 @@ def native_products() -> Generator[None]:
         _THREAD.is_native = before
 
 
-def _converted(convert: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """An argument or a result, its floating tensors converted."""
-    if isinstance(value, torch.Tensor):
-        return convert(value) if value.is_floating_point() else value
-    return map_tensors(convert, value) if isinstance(value, (list, tuple)) else value
-
-
 def wide(half: torch.dtype) -> Callable[[AnyFunction], AnyFunction]:
     """Make a wrapper of products: what torch would compute in ``half`` on the CPU runs wide."""
 
@@ -140,11 +133,11 @@ def wide(half: torch.dtype) -> Callable[[AnyFunction], AnyFunction]:
         def run_wide(*args: Any, **kwargs: Any) -> Any:
             if _THREAD.is_native or not _runs_in(fn.__name__, args, kwargs, half):
                 return fn(*args, **kwargs)
-            wide_args = [_converted(widen, arg) for arg in args]
-            wide_kwargs = {name: _converted(widen, arg) for name, arg in kwargs.items()}
+            wide_args = [map_tensors(widen, arg) for arg in args]
+            wide_kwargs = {name: map_tensors(widen, arg) for name, arg in kwargs.items()}
             with torch.autocast("cpu", enabled=False):
                 result = fn(*wide_args, **wide_kwargs)
-            return _converted(narrow, result)
+            return map_tensors(narrow, result)
 
         return run_wide
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence, Set
-from dataclasses import replace
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -17,7 +16,7 @@ from preamp.core.tensors import devices_of
 from preamp.kernels.checks import check_shapes, check_stored
 from preamp.kernels.ops import Column, Ops, Tensors
 from preamp.kernels.plans import STORED_DTYPES, Plan, check_lengths, pick, planned
-from preamp.kernels.rules import LambRule, Rule
+from preamp.kernels.rules import Rule
 from preamp.kernels.stored import Format, Stored, lead
 from preamp.kernels.update import Scalar, Update, norms_at
 
@@ -60,10 +59,6 @@ class Work(ABC):
     @abstractmethod
     def start(self) -> None:
         """Launch the update."""
-
-    @abstractmethod
-    def lamb_norms(self) -> torch.Tensor:
-        """The norms of parameters and directions, see `Ops.lamb_norms`."""
 
     def rows(self, name: str) -> Tensors:
         """The list of this name, without tensors if there is none."""
@@ -119,7 +114,7 @@ def works_of(
             work.tell(rule, update)
         return standing.works, []
     check_lengths(*[column for column in lists if column is not None])
-    check_stored(params, state, update)
+    check_stored(params, update)
     plans, others = planned(
         *lists,
         scalars=len(numbers) + len(scales),
@@ -247,16 +242,6 @@ class Combining(Ops):
             lists = [pick(row, others) for row in (params, grads, *state)]
             self._check(devices_of(lists[0]))
             self.plain.update_(*lists, rule=rule, update=update.at(others))
-
-    @torch.no_grad()
-    def lamb_norms(
-        self, params: Tensors, grads: Tensors, *state: Tensors, rule: LambRule, update: Update
-    ) -> torch.Tensor:
-        told = replace(update, standing=None)
-        works, others = works_of(self.works, params, grads, *state, rule=rule, update=told)
-        if others or len(works) != 1:
-            return self.plain.lamb_norms(params, grads, *state, rule=rule, update=update)
-        return works[0].lamb_norms()
 
     def _check(self, devices: Set[torch.device]) -> None:
         """Refuse devices on which this back end does not compute."""

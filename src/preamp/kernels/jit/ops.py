@@ -306,10 +306,6 @@ class Launch(Work):
         pairs = zip(self.rows("P"), self.rows("L"), strict=True)
         return torch.stack(norms_of([join(half.detach(), low.detach()) for half, low in pairs]))
 
-    def lamb_norms(self) -> torch.Tensor:
-        self.take_over()
-        return self._directions()
-
     def _directions(self) -> torch.Tensor:
         """``|p|`` and ``|u|`` of each tensor."""
         sums = np.zeros((2, self.chunks.table.shape[1]))

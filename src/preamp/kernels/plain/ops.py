@@ -80,7 +80,7 @@ def _check(params: Tensors, grads: Tensors, *state: Tensors, rule: Rule, update:
     check_lengths(*shaped, *numbers, *halves)
     if params:
         check_shapes(*shaped, *halves)
-    check_stored(params, state, update)
+    check_stored(params, update)
 
 
 class Plain(Ops):

@@ -20,7 +20,7 @@ from preamp.kernels.rules import (
     LarsRule,
     NovoGradRule,
     Rule,
-    left_out,
+    check_known,
 )
 from preamp.kernels.stored import BLOCK as SLOTS
 from preamp.kernels.stored import Format, scales_shape
@@ -107,9 +107,7 @@ class Launch(Work):
     def _arguments(self) -> dict[str, Any]:
         """What measuring and updating take."""
         rule = self.rule
-        kind = KINDS_OF_RULES.get(type(rule))
-        if kind is None:
-            left_out(rule)
+        check_known(rule)
         terms, options = rule.terms
         corrects = rule.corrects
         match rule:
@@ -133,7 +131,7 @@ class Launch(Work):
             **self._chance(),
             **numbers(**terms),
             **options,
-            "RULE": cast("Any", kind).value,
+            "RULE": cast("Any", KINDS_OF_RULES[type(rule)]).value,
         }
 
     def _corrections(self, wanted: bool, **betas: float) -> dict[str, Any]:
@@ -190,11 +188,6 @@ class Launch(Work):
         arguments = self._arguments()
         self._launch(norms=self._norms(arguments), MEASURE=False, **arguments)
         self.note_written()
-
-    def lamb_norms(self) -> torch.Tensor:
-        """See `Work.lamb_norms`."""
-        self._lay_tables()
-        return self._directions(self._arguments())
 
     def _norms(self, arguments: dict[str, Any]) -> torch.Tensor:
         """What the rule needs of whole tensors, a row for each kind of norm."""

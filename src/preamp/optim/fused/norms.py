@@ -12,7 +12,7 @@ import torch
 from preamp.core.dtypes import math_dtype
 from preamp.core.splits import Splits
 from preamp.core.tensors import locals_of
-from preamp.kernels import Ops, Rule, Update
+from preamp.kernels import Ops, Rule, Update, lamb_norms
 from preamp.kernels.rules import LambRule, LarsRule, NovoGradRule
 from preamp.kernels.vectors import max_norm, norm
 from preamp.optim.fused.entries import Entries
@@ -86,7 +86,7 @@ def _measured(call: Call, ops: Ops) -> torch.Tensor:
     """The norms of a call's tensors that its rule needs, ``(k, n)``, of this rank's parts."""
     params, grads, by = call.batch.params, call.batch.grads, call.update.inv_scale
     if isinstance(call.rule, LambRule):
-        return ops.lamb_norms(*call.lists, rule=call.rule, update=call.update)
+        return lamb_norms(*call.lists, rule=call.rule, update=call.update)
     norms = norms_of_parts(grads, by, params, ops, largest=_is_max(call.rule))
     if isinstance(call.rule, LarsRule):
         if call.update.halves is not None and call.update.halves_lead:
