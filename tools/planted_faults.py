@@ -106,8 +106,8 @@ FAULTS: dict[str, tuple[tuple[str, str], ...]] = {
         ("both = factor * inv_scale.to(factor.device)", "both = factor"),
         ('if kept and kept.is_same("params", params):', "if kept:"),
         ("if kept.places is None and are_same(state, params):", "if kept.places is None:"),
-        ("list(map(id, column)) == before", "before is not None"),
-        ("    lists.pop(name, None)\n\n\ndef kept_of", "    pass\n\n\ndef kept_of"),
+        ("list(map(id, column)) == self.lists.get(name)", "name in self.lists"),
+        ("partial(self.lists.pop, name)", "partial(self.lists.get, name)"),
     ),
     "src/preamp/optim/fused/moments.py": (
         ("start = box_of(leaf)[0][0] * math.prod(shape[1:])", "start = 0"),

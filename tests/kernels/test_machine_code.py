@@ -189,7 +189,9 @@ def theirs(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @posix_only
-@pytest.mark.parametrize("who", ["the user", "another", "his group", "anybody"])
+@pytest.mark.parametrize(
+    "who", ["the user", "another", "his group", "anybody", "by a link", "by two names", "by a pipe"]
+)
 def test_code_counts_that_only_the_user_can_have_written(
     cache: Path, tmp_path: Path, who: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,11 +202,17 @@ def test_code_counts_that_only_the_user_can_have_written(
     finally:
         os.umask(before)
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
+    assert {stat.S_IMODE(place.stat().st_mode) for place in file.parents[:3]} == {0o700}
     planted = pickle.dumps((Planted(tmp_path / "proof"), None))
     file.write_bytes(hashlib.sha256(planted).digest() + planted)
+    beside = file.with_suffix(".beside")
     if who == "another":
         theirs(file, monkeypatch)
+    elif who.startswith("by"):  # the user's own file, which may be anything that he has got
+        file.rename(beside)
+        {"by a link": file.symlink_to, "by two names": file.hardlink_to}.get(
+            who, lambda _: os.mkfifo(file)
+        )(beside)
     else:
         file.chmod({"the user": 0o600, "his group": 0o620, "anybody": 0o602}[who])
     use_cache()

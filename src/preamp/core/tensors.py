@@ -177,7 +177,7 @@ def is_capturing(device: torch.device) -> bool:
 
 
 class WeightMarks:
-    """How often each of several tensors was written to, to tell later which were since."""
+    """How often each of several tensors was written to, to tell later which changed since."""
 
     def __init__(self) -> None:
         self._versions: list[int] = []
@@ -213,7 +213,10 @@ class WeightMarks:
         self._versions[row] = -2
 
     def advance(self, tensors: Sequence[torch.Tensor], start: int, stop: int) -> None:
-        """Mark consecutive ones after an op, which has written to all of them as often."""
+        """Mark consecutive ones after an op, which has written to each equally often.
+
+        After `expect_change` of the first they count as changed, which costs one more rounding.
+        """
         before = self._versions[start:stop]
         by = self._versions_now(tensors[start : start + 1])[0] - before[0]
         self._versions[start:stop] = [version + by for version in before]

@@ -337,7 +337,7 @@ class HalfGradients:
     def clip(self, by: torch.Tensor) -> None:
         """Multiply what unscales half gradients; touches no memory."""
         self.changes += 1
-        self.factor_on(by.device)  # others follow from any
+        self.factor_on(by.device)  # of which `factor_on` makes those of other devices
         self._factors = {device: own * by.to(device) for device, own in self._factors.items()}
         self._is_clipped = True
 

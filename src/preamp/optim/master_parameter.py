@@ -65,9 +65,9 @@ class MasterParameter(torch.nn.Parameter):
     def data(  # pyright: ignore[reportIncompatibleVariableOverride]
         self, value: torch.Tensor
     ) -> None:
+        if self.twin is not None:  # first, so that no interrupt loses it
+            self.twin.table.note_master_changed(self.twin.row)
         _DATA.__set__(self, value)
-        if self.twin is not None:
-            self.twin.table.note_written_to(self.twin.row)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Parameter:
         """Copy as a plain parameter, which in this copy is the half weight's copy as well."""

@@ -151,8 +151,7 @@ class SplitMaster(MasterParameter):
         return f"{type(self).__name__}(shape={tuple(self.shape)})"
 
 
-def _refuse(master: object) -> NoReturn:
-    del master
+def _refuse(_: object) -> NoReturn:
     raise bad_state(
         'A master was read or written to that is split (storage="split")',
         "It is kept as its half weight and 16 bits beside each element, which fused optimizers "

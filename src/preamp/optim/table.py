@@ -96,7 +96,7 @@ class WeightPairs:
             set_data(master, master.detach().to(self.home_of(half)))
             self.note_written((row,))
             if was_written:  # and not rounded into the half weight yet
-                self.note_written_to(row)
+                self.note_master_changed(row)
 
     def became_wide(self, row: int) -> PreampStateError:
         """The error for a half weight that was given another dtype."""
@@ -141,8 +141,8 @@ class WeightPairs:
         """Remember that the half weights of ``rows`` follow from their masters as of now."""
         self._master_marks.renew(self._marked, [*rows])
 
-    def note_written_to(self, row: int) -> None:
-        """The master of a row has other values, which torch does not count or an interrupt hid."""
+    def note_master_changed(self, row: int) -> None:
+        """The master of a row may have other values, though torch has not counted a write."""
         if self._marked:
             self._master_marks.expect_change(row)
 
@@ -411,7 +411,7 @@ class WeightTable(WeightPairs):
         """Somebody gets a master's memory, and may write to it without a trace."""
         half = self.halves[row]
         if self.is_stepping:
-            self.note_written_to(row)
+            self.note_master_changed(row)
         elif row not in self._handed_out and is_half(half):
             self._agree(row)
             self._handed_out[row] = local_of(half.detach()).clone()

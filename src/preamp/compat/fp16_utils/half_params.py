@@ -100,12 +100,14 @@ class HalfParams:
     def absorb(self) -> None:
         """Let half parameters see writes to masters, and masters those to half parameters.
 
-        But for writes through ``master.data``, of which no plain parameter tells.
+        But for writes through ``master.data``, of which no plain parameter tells. Memory that a
+        master had before ``master.data`` was assigned is free from here on.
         """
         pairs = zip(self._pairs.masters, self._memory, strict=True)
         for row, (master, before) in enumerate(pairs):
             if not master.is_set_to(before):  # ``master.data`` was assigned
-                self._pairs.note_written_to(row)
+                self._pairs.note_master_changed(row)
+                self._memory[row] = master.detach()
         self._pairs.absorb()
         self._memory = [master.detach() for master in self._pairs.masters]
 

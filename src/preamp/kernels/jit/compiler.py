@@ -58,16 +58,18 @@ def cache_folder() -> Path:
 
 @functools.cache
 def _folder() -> str | None:
-    """The folder of this version's code, made if need be; ``None`` where nothing can be written."""
-    digest = hashlib.sha256(f"{_numba.__version__} {sys.version_info[:2]}".encode())
+    """The user's folder for this version's code; ``None`` where nothing can be written."""
+    user = 0 if sys.platform == "win32" else os.geteuid()
+    digest = hashlib.sha256(f"{user} {_numba.__version__} {sys.version_info[:2]}".encode())
     here = Path(__file__).parent
     beside = [here.parent / name for name in ("stored.py", "rules.py")]
     for file in (*beside, *sorted(here.glob("*.py"))):
         if file.name != "ops.py":  # which starts kernels, and is no part of any
             digest.update(file.read_bytes())
     try:
-        folder = cache_folder() / f"jit-{digest.hexdigest()[:16]}"
-        folder.mkdir(0o777 if sys.platform == "win32" else 0o700, parents=True, exist_ok=True)
+        folder = (cache_folder() / f"jit-{digest.hexdigest()[:16]}").resolve()
+        for place in (*reversed(folder.parents), folder):
+            place.mkdir(0o777 if sys.platform == "win32" else 0o700, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             return str(folder)
     except (OSError, RuntimeError):  # there may be no home either
@@ -77,16 +79,16 @@ def _folder() -> str | None:
 def _own_content(file: Path) -> bytes | None:
     """What is in a file that only the user and root can have written; ``None`` of any other.
 
-    The open file is asked, which nobody can exchange. Windows has no such permissions; its folders
-    for users are private.
+    It has this name alone: a link may lead to what the user has downloaded. The open file is asked,
+    which nobody can exchange. Windows has no such permissions; its folders for users are private.
     """
-    with file.open("rb") as opened:
+    if sys.platform == "win32":
+        return file.read_bytes()
+    with open(os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as opened:
         status = os.fstat(opened.fileno())
-        if sys.platform != "win32" and (
-            status.st_uid not in (0, os.geteuid()) or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-        ):
-            return None
-        return opened.read()
+        is_own = status.st_uid in (0, os.geteuid()) and status.st_nlink == 1
+        is_closed = not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+        return opened.read() if stat.S_ISREG(status.st_mode) and is_own and is_closed else None
 
 
 class _Kept(_NullCache):

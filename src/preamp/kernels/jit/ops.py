@@ -250,7 +250,7 @@ class Launch(Work):
         ]
         return records[0] if len(records) == 1 else Moments(*records)
 
-    def _number(self) -> Scalar:
+    def _size(self) -> Scalar:
         """That of each tensor, or one for all: of NovoGrad a denominator, else a step's size."""
         rule = self.rule
         if isinstance(rule, (LambRule, LarsRule)):
@@ -270,7 +270,7 @@ class Launch(Work):
         if self.update.found_inf is not None and _plain(self.update.found_inf) != 0:
             return
         told, by = self._told(), _number(self.inv_scale)
-        numbers = _vector(self._number(), self.plan)
+        numbers = _vector(self._size(), self.plan)
         second = ZEROS[torch.float32] if isinstance(told, Moments) else None
         half, low = self.way
         self._walk(loops.update, half, low, second, self.leads and half is None, by, numbers, told)
@@ -317,7 +317,7 @@ class Launch(Work):
 
     @torch.no_grad()
     def _measured_number(self) -> Scalar:
-        """Of each tensor the number that the rule needs, see `number_of`; that of NovoGrad kept."""
+        """Of each tensor what `plain.formulas.number_of` makes; that of NovoGrad is kept."""
         rule = self.rule
         lr = rule.lr.to(_CPU, torch.float32) if isinstance(rule.lr, torch.Tensor) else rule.lr
         numbers = self.rows("N")

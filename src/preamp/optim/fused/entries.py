@@ -125,7 +125,7 @@ class Entries:
     def note_interrupted(self) -> None:
         """The op may have updated some of them: whoever ends the step rounds them again."""
         for twin in cast("list[Twin] | None", self.twins) or ():
-            twin.table.note_written_to(twin.row)
+            twin.table.note_master_changed(twin.row)
 
 
 def entries_of(params: Sequence[Any]) -> Entries:
@@ -241,9 +241,10 @@ class Kept:
     """
 
     places: list[int] | None  # of the parameters in all state; ``None`` for all, in their order
-    # The ``id`` of each tensor while all live, by what a list is: ``"params"``, ``"keys"`` of all
-    # state, ``"lows"``, and the keys of the state
+    # The ``id`` of each tensor, by what a list is: ``"params"``, ``"keys"`` of all state,
+    # ``"lows"``, and the keys of the state. An entry goes when one of its tensors dies.
     lists: dict[str, list[int]] = field(default_factory=dict[str, "list[int]"])
+    # Weak references that see to that
     refs: dict[str, list[Any]] = field(default_factory=dict[str, "list[Any]"])
     dtypes: dict[str, torch.dtype | None] = field(default_factory=dict[str, "torch.dtype | None"])
     homes: Any = None  # a reference to where they were, if moments are kept in fewer bits
@@ -253,14 +254,15 @@ class Kept:
 
     def is_same(self, name: str, column: Collection[Any] | None) -> bool:
         """Whether a list has the very tensors that were noted."""
-        before = self.lists.get(name)
-        return column is before if column is None else list(map(id, column)) == before
+        if column is None:
+            return not self.refs.get(name)
+        return list(map(id, column)) == self.lists.get(name)
 
     def note(self, name: str, column: Collection[Any] | None) -> None:
         """The update takes this list."""
         if not self.is_same(name, column):
             self.lists.pop(name, None)
-            forget = partial(_forget, self.lists, name)
+            forget = partial(self.lists.pop, name)  # no function of Python, which Ctrl-C might end
             self.refs[name] = [weakref.ref(tensor, forget) for tensor in column or ()]
             if column is not None:
                 self.lists[name] = list(map(id, column))
@@ -281,10 +283,6 @@ class Kept:
         except (KeyError, AttributeError):  # one has none, or None
             pass
         return None
-
-
-def _forget(lists: dict[str, list[int]], name: str, _: object) -> None:
-    lists.pop(name, None)
 
 
 def kept_of(
