@@ -2,7 +2,6 @@
 """Calls that mix float32 and half tensors, which torch refuses without the patches."""
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import pytest
@@ -11,9 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import preamp
-from casting.probe import held, install_wide_half
-from preamp.casting.functions import namespace_owner
-from preamp.casting.mixed import PRODUCTS, PROMOTED, STORES, install_mixed_calls
+from casting.probe import held
+from preamp.casting.mixed import install_mixed_calls
 
 HALVES = pytest.mark.parametrize("half", [torch.float16, torch.bfloat16], ids=str)
 F32 = torch.float32
@@ -129,27 +127,6 @@ def test_other_mixtures_are_torch_s(half: torch.dtype) -> None:
         torch.mm(a, a.to(half), out=torch.empty(3, 3))
     with torch.autocast("cpu", torch.bfloat16):
         assert (a @ a.to(half)).dtype is torch.bfloat16
-
-
-@HALVES
-@pytest.mark.parametrize("wide_first", [False, True])
-def test_it_is_taken_off_again_in_any_order(half: torch.dtype, wide_first: bool) -> None:
-    functions = (*PRODUCTS, *STORES, *PROMOTED)
-    rows = [(namespace_owner(namespace), name) for namespace, name in functions]
-    before = [vars(owner).get(name) for owner, name in rows]
-    installs = [partial(held, install_wide_half, torch.float16), partial(held, install_mixed_calls)]
-    if not wide_first:
-        installs.reverse()
-    handles = [install() for install in installs]
-    a = values(3, 3)
-    assert torch.equal(a @ a.to(half), (a.to(half).float() @ a.to(half).float()).to(half)) or (
-        half is torch.bfloat16
-    )
-    for handle in handles:
-        handle.remove()
-    with pytest.raises(RuntimeError):
-        torch.mm(a, a.to(half))
-    assert [vars(owner).get(name) for owner, name in rows] == before
 
 
 INDEX = torch.tensor([2, 0, 1])

@@ -94,6 +94,11 @@ class Script:
         leaf.register_hook(lambda _: self.play())
         torch.autograd.backward(leaf * 2)
 
+    def grad(self) -> None:
+        leaf = torch.ones(1, requires_grad=True)
+        leaf.register_hook(lambda _: self.play())
+        torch.autograd.grad(leaf * 2, leaf)
+
     def thread(self) -> None:
         """On another thread."""
         errors = list[BaseException]()
@@ -186,6 +191,7 @@ PROGRAMS = {
     "ended anywhere": "push bf16; pop; plainly",
     "ended by another thread": "push bf16; thread; pop; end; sees f32; plainly",
     "ended in a forward": "push bf16; cast f16; pop; sees f16; end; plainly",
+    "a backward": "push bf16; backward; sees f32; end; grad; sees f32; end; sees bf16; pop",
     "ended in a backward": "push bf16; backward; pop; sees f32; end; plainly",
     "changed where casts are off": "push bf16; disabled; pop; push f16; sees f32; end; sees f16; "
     "pop",
@@ -254,54 +260,6 @@ def test_a_region_that_ends_in_its_forward_leaves_nothing() -> None:
     assert seen == [F32]
     assert product() is F32
     assert not thread_casts.FORWARDS_OPEN
-
-
-def test_an_interrupt_at_the_end_of_a_call_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    original, calls = AutocastState.restore, list[int]()
-
-    def restore(state: AutocastState) -> None:
-        calls.append(0)
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        original(state)
-
-    monkeypatch.setattr(AutocastState, "restore", restore)
-    handle = held(push_thread_casts, CPU, BF16)
-    before = AutocastState.capture()
-    with pytest.raises(KeyboardInterrupt):
-        product()
-    handle.remove()
-
-    assert AutocastState.capture() == before
-
-
-def test_an_interrupt_at_the_end_of_a_block_without_casts_leaves_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    unwind_to, calls = thread_casts.unwind_to, list[int]()
-
-    def interrupted(depth: int) -> None:
-        unwind_to(depth)
-        calls.append(depth)
-        if len(calls) == 1:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(thread_casts, "unwind_to", interrupted)
-    with pytest.raises(KeyboardInterrupt), disable_casts():
-        pass
-    assert thread_casts.CASTS.disabled is None
-
-
-def test_an_interrupt_while_a_forward_begins_leaves_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    class Interrupts(list[Any]):
-        def append(self, entry: Any) -> None:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(thread_casts, "FORWARDS_OPEN", Interrupts())
-    Script("caught; cast bf16; end; sees f32")
-    assert not thread_casts.CASTS.brackets
 
 
 def test_weights_replaced_between_forwards_are_seen() -> None:

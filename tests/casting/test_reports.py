@@ -2,8 +2,7 @@
 """What is cast, told: ``verbosity=2`` line by line, and the audit by counts, bytes and lines."""
 
 import threading
-import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,10 +12,8 @@ from torch import nn
 
 import preamp
 from casting.op_examples import example, has_function, options
-from casting.probe import registrations_forgotten
 from preamp.casting.functions import namespace_owner
 from preamp.casting.op_lists import OP_TABLE
-from preamp.casting.registry import register_float_function, register_half_function
 from preamp.core.pytree import map_tensors
 
 HALVES = {"O1": (torch.float16, "Half"), "O4": (torch.bfloat16, "BFloat16")}
@@ -26,12 +23,6 @@ Lines = Callable[[], list[str]]
 @pytest.fixture
 def lines(capsys: pytest.CaptureFixture[str]) -> Lines:
     return lambda: capsys.readouterr().out.splitlines()
-
-
-@pytest.fixture
-def registry() -> Iterator[None]:
-    with registrations_forgotten():
-        yield
 
 
 def _initialize(model: nn.Module, level: str, lines: Lines, **options: Any) -> nn.Module:
@@ -59,26 +50,6 @@ def test_every_cast_is_printed(level: str, lines: Lines) -> None:
     assert lines() == [f"{name}->Float (cat)"] * 2
 
 
-def test_what_is_not_cast_is_not_printed(lines: Lines) -> None:
-    _model = _initialize(nn.Linear(4, 2), "O1", lines)  # the casts end with it
-    half, single, double = (
-        torch.ones(2, 2, dtype=d) for d in (torch.half, torch.float, torch.double)
-    )
-
-    torch.mm(half, half)
-    F.softmax(single, -1)
-    single + single
-    half * half
-    half * double
-    torch.cat([half, half])
-    torch.mm(double, double)
-    F.relu(half)
-    with preamp.disable_casts():
-        F.softmax(half, -1)
-
-    assert lines() == []
-
-
 def test_model_scope_prints_inside_the_model_only(lines: Lines) -> None:
     model = _initialize(nn.Linear(4, 2), "O1", lines, scope="model")
     F.softmax(torch.ones(2, 2, dtype=torch.half), -1)
@@ -86,24 +57,6 @@ def test_model_scope_prints_inside_the_model_only(lines: Lines) -> None:
     model(torch.ones(3, 4))
     assert outside == []
     assert lines() == ["Float->Half (linear)"] * 3
-
-
-@pytest.mark.usefixtures("registry")
-def test_registered_functions_are_printed_by_their_own_rule(lines: Lines) -> None:
-    made = types.ModuleType("made")
-
-    def probe(x: torch.Tensor) -> torch.Tensor:
-        return x
-
-    made.probe = probe
-    register_half_function(made, "probe")
-    _model = _initialize(nn.Linear(4, 2), "O1", lines)  # the casts end with it
-    register_float_function(torch, "mm")
-
-    made.probe(torch.ones(1))
-    torch.mm(torch.ones(1, 1), torch.ones(1, 1, dtype=torch.half))
-
-    assert lines() == ["Float->Half (probe)", "Half->Float (mm)"]
 
 
 def test_printing_ends_with_the_engine_that_asked(lines: Lines) -> None:
@@ -188,37 +141,12 @@ def test_counts_bytes_and_lines(level: str, half: str) -> None:
     assert softmax.where.endswith("test_reports.py" + _line("softmax"))
 
 
-def test_nothing_is_counted_outside_or_without_casts() -> None:
-    model = preamp.initialize(nn.Linear(4, 2), opt_level="O1", scope="thread", verbosity=0)
-    with preamp.audit_casts() as casts:
-        with preamp.disable_casts():
-            F.softmax(torch.ones(2, dtype=torch.half), -1)
-        torch.ones(2) + 1
-    model(torch.ones(1, 4))
-    assert casts == []
-
-
 def test_audit_ends_with_its_block_also_when_that_raises() -> None:
     model = preamp.initialize(nn.Linear(4, 2), opt_level="O1", verbosity=0)
     with pytest.raises(ZeroDivisionError), preamp.audit_casts() as casts:
         raise ZeroDivisionError
     model(torch.ones(1, 4))
     assert casts == []
-
-
-def test_audit_prints_nothing_and_printing_needs_no_audit(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    quiet = preamp.initialize(nn.Linear(4, 2), opt_level="O1", verbosity=0)
-    with preamp.audit_casts():
-        quiet(torch.ones(1, 4))
-    assert capsys.readouterr().out == ""
-    loud = preamp.initialize(nn.Linear(4, 2), opt_level="O1", verbosity=2)
-    capsys.readouterr()
-    with preamp.audit_casts() as casts:
-        loud(torch.ones(1, 4))
-    assert capsys.readouterr().out.splitlines() == ["Float->Half (linear)"] * 3
-    assert sum(cast.calls for cast in casts) == 3
 
 
 def test_two_audits_and_two_threads() -> None:

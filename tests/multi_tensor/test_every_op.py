@@ -101,19 +101,6 @@ def test_every_op_has_a_row() -> None:
 
 
 @every_op
-@pytest.mark.parametrize("mixed", [False, True])
-def test_the_memory_order_changes_nothing(row: Row, mixed: bool) -> None:
-    plain, lists = lists_of(row), lists_of(row, "channels_last")
-    if mixed:
-        lists[::2] = lists_of(row)[::2]
-    strides = [[tensor.stride() for tensor in tensors] for tensors in lists]
-    for ours, wanted in zip(run(row, lists), run(row, plain), strict=True):
-        # The order in which a norm is summed up follows the memory.
-        torch.testing.assert_close(ours, wanted, rtol=1e-6, atol=1e-6)
-    assert [[tensor.stride() for tensor in tensors] for tensors in lists] == strides
-
-
-@every_op
 @pytest.mark.parametrize("chunk", [1, 7, 2048 * 32])
 @pytest.mark.parametrize(
     ("dtype", "device"), [(F32, "cpu"), (BF16, "cpu"), (F64, "cpu"), (F32, "meta")]

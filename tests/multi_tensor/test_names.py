@@ -76,36 +76,3 @@ def test_flattening_is_differentiable() -> None:
     tensors = [torch.ones(2, requires_grad=True), torch.ones(1, 1, requires_grad=True)]
     (apex_C.flatten(tensors) * torch.tensor([1.0, 2.0, 3.0])).sum().backward()
     assert [t.grad.flatten().tolist() for t in tensors if t.grad is not None] == [[1, 2], [3]]
-
-
-# -- idioms ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("largest", [0.5, 1e6])
-def test_clipping_as_frameworks_do_it(largest: float) -> None:
-    """By the applier, in place, as those do that know Apex's operations."""
-    grads = random_list([(3, 4), (5,), (2, 2), (1,)], torch.float32)
-    twins = [torch.nn.Parameter(torch.zeros_like(grad)) for grad in grads]
-    for twin, grad in zip(twins, grads, strict=True):
-        twin.grad = grad.clone()
-    flag = torch.zeros(1, dtype=torch.int)
-    total = multi_tensor_applier(amp_C.multi_tensor_l2norm, flag, [grads], False)[0].item()
-    if (factor := largest / (total + 1e-6)) < 1.0:
-        multi_tensor_applier(amp_C.multi_tensor_scale, flag.zero_(), [grads, grads], factor)
-    wanted = torch.nn.utils.clip_grad_norm_(twins, largest)
-    assert total == pytest.approx(wanted.item(), rel=1e-6)
-    torch.testing.assert_close(grads, [twin.grad for twin in twins])
-
-
-def test_parameters_of_a_graph_are_raw_data() -> None:
-    leaf = torch.ones(3, requires_grad=True)
-    result = leaf * 2.0
-    pieces = list(torch.ones(2, 3, requires_grad=True).unbind())
-    flag = new_flag()
-    amp_C.multi_tensor_scale(65536, flag, [[leaf, result, *pieces]] * 2, 4.0)
-    assert [t.tolist() for t in (leaf, result, *pieces)] == [[4.0] * 3, [8.0] * 3, *[[4.0] * 3] * 2]
-    assert leaf.is_leaf
-    norm, each = amp_C.multi_tensor_l2norm(65536, flag, [[leaf]], True)
-    out = torch.empty(3)
-    amp_C.multi_tensor_axpby(65536, flag, [[leaf], [leaf], [out]], 1.0, 1.0, 0)
-    assert not any(t.requires_grad for t in (norm, each, out))
