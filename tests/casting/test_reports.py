@@ -11,10 +11,6 @@ import torch.nn.functional as F
 from torch import nn
 
 import preamp
-from casting.op_examples import example, has_function, options
-from preamp.casting.functions import namespace_owner
-from preamp.casting.op_lists import OP_TABLE
-from preamp.core.pytree import map_tensors
 
 HALVES = {"O1": (torch.float16, "Half"), "O4": (torch.bfloat16, "BFloat16")}
 Lines = Callable[[], list[str]]
@@ -80,36 +76,6 @@ def test_lines_come_from_the_first_rank_only(lines: Lines, monkeypatch: pytest.M
     monkeypatch.setattr("preamp.core.log.is_first_rank", lambda: False)
     torch.exp(torch.ones(1, dtype=torch.half))
     assert lines() == []
-
-
-def _half(value: Any) -> Any:
-    return map_tensors(torch.Tensor.bfloat16, value)
-
-
-def _count(value: Any, dtype: torch.dtype) -> int:
-    if isinstance(value, torch.Tensor):
-        return int(value.dtype is dtype)
-    return sum(_count(item, dtype) for item in value) if isinstance(value, (list, tuple)) else 0
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_every_row_that_casts_is_printed(lines: Lines) -> None:
-    """What is printed is what the arguments hold; that it is cast is the table's own test."""
-    _model = _initialize(nn.Linear(4, 2), "O4", lines)  # the casts end with it
-    for row in OP_TABLE:
-        if row.rule not in ("half", "float") or not has_function(row):
-            continue
-        owner = namespace_owner(row.namespace)
-        args = example(row) if row.rule == "half" else _half(example(row))
-        lines()
-        getattr(owner, row.name)(*args, **options(row))
-
-        is_half = row.rule == "half"
-        casts = _count(args, torch.float32 if is_half else torch.bfloat16)
-        line = "Float->BFloat16" if is_half else "BFloat16->Float"
-        assert casts > 0
-        # The casts of functions that the function itself calls come after.
-        assert lines()[:casts] == [f"{line} ({getattr(owner, row.name).__name__})"] * casts
 
 
 # -- the audit --------------------------------------------------------------------------------
