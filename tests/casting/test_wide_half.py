@@ -136,22 +136,6 @@ def test_products_run_wide_where_torch_is_slow(
     assert (F32 in seen) is (lacks or half is F16)
 
 
-def test_both_halves_at_once() -> None:
-    """As where an engine at O2 and one at O5 live in one process."""
-    handles = [held(install_wide_half, half) for half in (F16, BF16)]
-    try:
-        results = [torch.mm(*[torch.ones(2, 2, dtype=half)] * 2) for half in (F16, BF16, F32)]
-        assert [result.dtype for result in results] == [F16, BF16, F32]
-        assert all(result.eq(2).all() for result in results)
-        handles.pop(0).remove()
-        assert torch.mm(*[torch.ones(2, 2, dtype=BF16)] * 2).dtype is BF16
-    finally:
-        for handle in handles:
-            handle.remove()
-    assert torch.mm.__module__ != "preamp.kernels.wide_half"
-    assert not hasattr(torch.mm, "__wrapped__")
-
-
 @pytest.mark.filterwarnings("ignore")  # chain_matmul is deprecated
 @pytest.mark.parametrize(("namespace", "name"), WIDE_FUNCTIONS)
 @either_half
