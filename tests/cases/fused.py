@@ -7,11 +7,15 @@ the optimizer stores it in; nothing else of the optimizer's precision is in it.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from cases.exact import Exact
+from cases.rules import ORACLES
 from preamp import optimizers
+from preamp.kernels.rules import BiasCorrection
 
 HALVES = (torch.float16, torch.bfloat16)
 DTYPES = (*HALVES, torch.float32, torch.float64)
@@ -32,101 +36,66 @@ def corrections(o: Options, t: int) -> tuple[float, float]:
     return 1 - o["betas"][0] ** t, 1 - o["betas"][1] ** t
 
 
-def moments(o: Options, g: torch.Tensor, s: State, beta3: float | None = None) -> None:
-    b1, b2 = o["betas"]
-    zero = torch.zeros_like(g)
-    s["exp_avg"] = b1 * s.get("exp_avg", zero) + (1 - b1 if beta3 is None else beta3) * g
-    s["exp_avg_sq"] = b2 * s.get("exp_avg_sq", zero) + (1 - b2) * g * g
+def by(op: str, o: Options, t: int, p: torch.Tensor, g: torch.Tensor, s: State) -> torch.Tensor:
+    """By the formula of an op, with options under the names of its rule."""
+    keys = STATE[op]
+    beta1, beta2 = o.get("betas", (0.0, 0.0))
+    rule = SimpleNamespace(**o, beta1=beta1, beta2=beta2)
+    state = [Exact.of(s.get(key, torch.zeros_like(p))) for key in keys]
+    param, *state = ORACLES[op](rule, t, Exact.of(p), Exact.of(g), *state)
+    s.update(zip(keys, [value.value for value in state], strict=True))
+    return param.value
+
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+STATE = {
+    **dict.fromkeys(("adam_", "lamb_", "novograd_"), MOMENTS),
+    **dict.fromkeys(("sgd_", "lars_"), ("momentum_buffer",)),
+    "adagrad_": ("sum",),
+}
+"""What optimizers call the state of an op."""
 
 
 def adam(o: Options, t: int, p: torch.Tensor, g: torch.Tensor, s: State) -> torch.Tensor:
-    c1, c2 = corrections(o, t)
-    moments(o, g if o["adam_w_mode"] else g + o["weight_decay"] * p, s)
-    step = (s["exp_avg"] / c1) / ((s["exp_avg_sq"] / c2).sqrt() + o["eps"])
-    return p - o["lr"] * (step + (o["weight_decay"] * p if o["adam_w_mode"] else 0))
+    kind = BiasCorrection.MOMENTS if o["bias_correction"] else BiasCorrection.NONE
+    said = {"decoupled": o["adam_w_mode"], "bias_correction": kind, "eps_inside_sqrt": False}
+    return by("adam_", {**o, **said}, t, p, g, s)
 
 
 def early_adam(o: Options, t: int, p: torch.Tensor, g: torch.Tensor, s: State) -> torch.Tensor:
-    c1, c2 = corrections(o, t)
     if o["max_grad_norm"] > 0:
         g = g / max(1.0, (o["norm"] + 1e-6) / o["max_grad_norm"])
-    moments(o, g, s)
-    v, eps = s["exp_avg_sq"], o["eps"]
-    denominator = (v + eps).sqrt() if o["eps_inside_sqrt"] else v.sqrt() + eps
-    return p - o["lr"] * c2**0.5 / c1 * (s["exp_avg"] / denominator + o["weight_decay"] * p)
+    kind = BiasCorrection.STEP_SIZE if o["bias_correction"] else BiasCorrection.NONE
+    return by("adam_", {**o, "decoupled": True, "bias_correction": kind}, t, p, g, s)
 
 
 def lamb(o: Options, t: int, p: torch.Tensor, g: torch.Tensor, s: State) -> torch.Tensor:
-    c1, c2 = corrections(o, t)
     if o["max_grad_norm"] > 0 and o["norm"] > o["max_grad_norm"]:
         g = g / (o["norm"] / o["max_grad_norm"])
-    if not o["adam_w_mode"]:
-        g = g + o["weight_decay"] * p
-    moments(o, g, s, None if o["grad_averaging"] else 1.0)
-    u = (s["exp_avg"] / c1) / ((s["exp_avg_sq"] / c2).sqrt() + o["eps"])
-    if o["adam_w_mode"]:
-        u = u + o["weight_decay"] * p
-    rate = o["lr"]
-    if (o["use_nvlamb"] or o["weight_decay"]) and p.norm() > 0 and u.norm() > 0:
-        rate = rate * p.norm() / u.norm()
-    return p - rate * u
+    is_scaled = o["use_nvlamb"] or o["weight_decay"] != 0
+    said = {"decoupled": o["adam_w_mode"], "uses_trust_ratio": is_scaled}
+    return by("lamb_", {**o, **said}, t, p, g, s)
 
 
 def sgd(o: Options, t: int, p: torch.Tensor, g: torch.Tensor, s: State) -> torch.Tensor:
-    del t
-    after = o["wd_after_momentum"]
-    if not after:
-        g = g + o["weight_decay"] * p
-    if o["momentum"]:
-        m = s.get("momentum_buffer")
-        m = g if m is None else o["momentum"] * m + (1 - o["dampening"]) * g
-        s["momentum_buffer"] = m
-        g = g + o["momentum"] * m if o["nesterov"] else m
-    else:
-        s["momentum_buffer"] = torch.zeros_like(p)
-    if after:
-        g = g + o["weight_decay"] * p
-    return p - o["lr"] * g
+    del t  # a parameter's first step is its own
+    said = {"decays_after_momentum": o["wd_after_momentum"]}
+    return by("sgd_", {**o, **said}, 2 if s else 1, p, g, s)
 
 
 def novograd(o: Options, t: int, p: torch.Tensor, g: torch.Tensor, s: State) -> torch.Tensor:
-    b1, b2 = o["betas"]
-    c1, c2 = corrections(o, t)
-    n = g.norm() if o["norm_type"] == 2 else g.abs().flatten().sort().values[-1:].sum()
-    v = s.get("exp_avg_sq", torch.zeros_like(n) if o["init_zero"] else n)
-    if o["norm_type"] == 2:
-        v = (b2 * v**2 + (1 - b2) * n**2).sqrt()
-    else:
-        v = b2 * v + (1 - b2) * n
-    s["exp_avg_sq"] = v
-    d = v / c2**0.5 + o["eps"]
-    b3 = 1 - b1 if o["grad_averaging"] else 1.0
-    m = s.get("exp_avg", torch.zeros_like(p))
-    if o["reg_inside_moment"]:
-        s["exp_avg"] = b1 * m + b3 * (g / d + o["weight_decay"] * p)
-        return p - o["lr"] * s["exp_avg"] / c1
-    s["exp_avg"] = b1 * m + b3 * g
-    return p - o["lr"] * ((s["exp_avg"] / c1) / d + o["weight_decay"] * p)
+    none_yet = torch.tensor(0.0 if o["init_zero"] else -1.0)
+    s.setdefault("exp_avg_sq", none_yet)
+    said = {"decays_inside_moment": o["reg_inside_moment"], "uses_max_norm": o["norm_type"] == 0}
+    return by("novograd_", {**o, **said}, t, p, g, s)
 
 
 def adagrad(o: Options, t: int, p: torch.Tensor, g: torch.Tensor, s: State) -> torch.Tensor:
-    del t
-    if not o["adagrad_w_mode"]:
-        g = g + o["weight_decay"] * p
-    s["sum"] = s.get("sum", torch.zeros_like(p)) + g * g
-    step = g / (s["sum"].sqrt() + o["eps"])
-    return p - o["lr"] * (step + (o["weight_decay"] * p if o["adagrad_w_mode"] else 0))
+    return by("adagrad_", {**o, "decoupled": o["adagrad_w_mode"]}, t, p, g, s)
 
 
 def lars(o: Options, t: int, p: torch.Tensor, g: torch.Tensor, s: State) -> torch.Tensor:
-    del t
-    rate, wd = o["lr"], o["weight_decay"]
-    if not o["is_skipped"] and p.norm() > 0 and g.norm() > 0:
-        rate *= o["trust_coefficient"] * p.norm() / (g.norm() + wd * p.norm() + o["eps"])
-    step = rate * (g + wd * p)
-    m = o["momentum"] * s.get("momentum_buffer", torch.zeros_like(p)) - step
-    s["momentum_buffer"] = m
-    return p + (o["momentum"] * m - step if o["nesterov"] else m)
+    return by("lars_", {**o, "uses_trust_ratio": not o["is_skipped"]}, t, p, g, s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
