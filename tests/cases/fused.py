@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from cases.exact import Exact
@@ -242,6 +243,19 @@ def variant_id(value: Any) -> str | None:
     if isinstance(value, Mapping):
         return "-".join(f"{k}={v}" for k, v in value.items()) or "defaults"
     return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else None
+
+
+VISIBLE = {"lr": 0.125}  # one step is more than a rounding, in bfloat16 too
+KINDS: list[tuple[FusedCase, Options]] = [
+    *((case, {**case.variants[-1], **VISIBLE}) for case in FUSED),
+    (ADAM, VISIBLE),
+    (ADAM, {"capturable": True, "master_weights": True, **VISIBLE}),
+    (MIXED_LAMB, {"reduced_precision_dtype": torch.float16, **VISIBLE}),
+    (SGD, {"momentum": 0.9, "dampening": 0.5, **VISIBLE}),
+    (NOVOGRAD, {"lr": 1.0}),
+]
+every_kind = pytest.mark.parametrize(("case", "options"), KINDS, ids=variant_id)
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=variant_id)
 
 
 class Oracle:

@@ -12,7 +12,6 @@ import torch
 
 from cases.fused import (
     ADAM,
-    DTYPES,
     HALVES,
     MIXED_LAMB,
     VARIANTS,
@@ -20,6 +19,7 @@ from cases.fused import (
     Options,
     Oracle,
     assert_close,
+    every_dtype,
     gradients,
     parameters,
     variant_id,
@@ -72,7 +72,7 @@ def train(
     return params, optimizer, oracle
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=variant_id)
+@every_dtype
 @pytest.mark.parametrize(("case", "options"), VARIANTS, ids=variant_id)
 @pytest.mark.parametrize("far", [False, True], ids=["", "far from the host"])
 def test_formula(

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from cases.fused import ADAM, DTYPES, EARLY_ADAM, FUSED, MIXED_LAMB, FusedCase, variant_id
+from cases.fused import ADAM, EARLY_ADAM, FUSED, MIXED_LAMB, FusedCase, every_dtype, variant_id
 from cases.host_reads import NoHostReads, far_from_the_host
 from cases.optimizers import clone_state
 from cases.tolerances import assert_same
@@ -27,7 +27,6 @@ BUILDS: dict[str, Build] = {
     "lamb fp16 copies": lambda p: MIXED_LAMB.kind(p, reduced_precision_dtype=torch.float16, **LAMB),
 }
 every_build = pytest.mark.parametrize("build", BUILDS.values(), ids=BUILDS)
-every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=variant_id)
 SCALE = 8.0
 
 

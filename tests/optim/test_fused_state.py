@@ -11,15 +11,13 @@ import torch
 from torch import nn
 
 from cases.fused import (
-    ADAM,
-    DTYPES,
     FUSED,
     HALVES,
     MIXED_LAMB,
-    NOVOGRAD,
-    SGD,
     FusedCase,
     Options,
+    every_dtype,
+    every_kind,
     gradients,
     parameters,
     variant_id,
@@ -30,18 +28,6 @@ from kit.refusals import assert_refused
 from preamp.optimizers import FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
 
 SHAPES = ((3, 2), (4,), ())
-
-VISIBLE = {"lr": 0.125}  # one step is more than a rounding, in bfloat16 too
-KINDS: list[tuple[FusedCase, Options]] = [
-    *((case, {**case.variants[-1], **VISIBLE}) for case in FUSED),
-    (ADAM, VISIBLE),
-    (ADAM, {"capturable": True, "master_weights": True, **VISIBLE}),
-    (MIXED_LAMB, {"reduced_precision_dtype": torch.float16, **VISIBLE}),
-    (SGD, {"momentum": 0.9, "dampening": 0.5, **VISIBLE}),
-    (NOVOGRAD, {"lr": 1.0}),
-]
-every_kind = pytest.mark.parametrize(("case", "options"), KINDS, ids=variant_id)
-every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=variant_id)
 
 
 def step(params: Any, optimizer: torch.optim.Optimizer, number: int, **arguments: Any) -> None:

@@ -5,21 +5,12 @@ import pytest
 import torch
 
 import preamp
-from cases.fused import ADAM, FUSED, MIXED_LAMB, SGD, FusedCase, Options, variant_id
+from cases.fused import MIXED_LAMB, FusedCase, Options, every_kind
 from cases.levels import LEVEL_NAMES
 from cases.models import Exact, loss_of
 from cases.optimizers import clone_state
 from cases.tolerances import assert_same
 from kit.pair import Pair
-
-KINDS: list[tuple[FusedCase, Options]] = [
-    *((case, {**case.variants[-1], "lr": 0.125}) for case in FUSED),
-    (ADAM, {"lr": 0.125}),
-    (ADAM, {"lr": 0.125, "capturable": True, "master_weights": True}),
-    (SGD, {"lr": 0.5, "momentum": 0.9, "dampening": 0.5}),
-    (MIXED_LAMB, {"lr": 0.125, "reduced_precision_dtype": torch.float16}),
-]
-every_kind = pytest.mark.parametrize(("case", "options"), KINDS, ids=variant_id)
 
 
 def counters(optimizer: torch.optim.Optimizer) -> list[int]:
