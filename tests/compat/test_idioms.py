@@ -13,7 +13,7 @@ from torch import nn
 import preamp
 from cases.levels import LEVEL_NAMES, WITH_MASTERS
 from kit.compare import halves_match, same
-from kit.loops import loss_of, make, masters
+from kit.loops import loss_of, make, masters, train_step
 from kit.refusals import assert_approved, refused
 from kit.run import Net
 from preamp import amp, fp16_utils, optimizers
@@ -31,12 +31,6 @@ def started(level: str, optimizer: str = "SGD", **arguments: Any) -> Any:
 def backward(loss: torch.Tensor, optimizer: Any, factor: float = 1.0, **scaling: Any) -> None:
     with amp.scale_loss(loss, optimizer, **scaling) as scaled:
         (scaled * factor).backward()
-
-
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int = 0) -> None:
-    optimizer.zero_grad()
-    backward(loss_of(model, number), optimizer)
-    optimizer.step()
 
 
 def first() -> Any:
@@ -86,9 +80,9 @@ def test_scale_window_and_counter_are_written() -> None:
     with amp.scale_loss(model.bn.weight.sum(), optimizer) as scaled:
         assert scaled.item() == 8.0 * 2**20
     first()._loss_scale, first()._scale_seq_len, first()._unskipped = 4.0, 2, 0
-    step(model, optimizer, 0)
+    train_step(model, optimizer, 0)
     assert first()._unskipped == 1
-    step(model, optimizer, 1)
+    train_step(model, optimizer, 1)
     assert first().loss_scale() == 8.0
 
 
@@ -164,7 +158,7 @@ def test_an_fp16_optimizer_is_refused(kind: Any, form: Any) -> None:
 def test_resume_of_language_model_scripts(level: str) -> None:
     """Force the lazy initialization, load the optimizer, copy the saved masters."""
     model, optimizer = started(level, "Adam")
-    step(model, optimizer)
+    train_step(model, optimizer, 0)
     saved, saved_masters = copy.deepcopy(optimizer.state_dict()), masters(optimizer)
     half_weights = {
         k: v.to(model.first.weight.dtype).float() if v.is_floating_point() else v
@@ -177,8 +171,8 @@ def test_resume_of_language_model_scripts(level: str) -> None:
     second.load_state_dict(saved)
     for param, value in zip(amp.master_params(second), saved_masters, strict=True):
         param.data.copy_(value.data)
-    step(model, optimizer, 1)
-    step(other, second, 1)
+    train_step(model, optimizer, 1)
+    train_step(other, second, 1)
     assert same(masters(second), masters(optimizer))
     assert halves_match(other)
 

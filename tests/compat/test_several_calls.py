@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import preamp
 from cases.levels import LEVEL_NAMES
 from kit.compare import same
-from kit.loops import loss_of, make
+from kit.loops import loss_of, make, train_step
 from kit.refusals import refused
 from kit.run import Net
 from preamp import amp
@@ -51,16 +50,9 @@ def pair(level: str = "O2", *, losses: int = 1) -> tuple[Any, Any]:
     return generator, started(level, 1, num_losses=losses)
 
 
-def step(model: nn.Module, optimizer: Any, number: int, *, poison: bool = False) -> None:
-    optimizer.zero_grad()
-    with amp.scale_loss(loss_of(model, number), optimizer) as scaled:
-        (scaled * float("inf") if poison else scaled).backward()
-    optimizer.step()
-
-
 def skip(run: Any, count: int) -> None:
     for _ in range(count):
-        step(*run, 0, poison=True)
+        train_step(*run, 0, poison=True)
 
 
 def entries(*scales: float) -> dict[str, Any]:
@@ -165,13 +157,13 @@ def test_a_resumed_pair_goes_on_bitwise(level: str) -> None:
     skip(runs[0], 2)
     skip(runs[1], 5)
     for run in runs:
-        step(*run, 1)
+        train_step(*run, 1)
     file = io.BytesIO()
     content = [[thing.state_dict() for thing in run] for run in runs]
     torch.save({"runs": content, "amp": amp.state_dict()}, file)
     file.seek(0)
     for run in runs:
-        step(*run, 2)
+        train_step(*run, 2)
     expected = [copy.deepcopy(thing.state_dict()) for run in runs for thing in run]
     scalers = amp.state_dict()
     for run in runs:
@@ -184,7 +176,7 @@ def test_a_resumed_pair_goes_on_bitwise(level: str) -> None:
             thing.load_state_dict(state)
     amp.load_state_dict(saved["amp"])
     for run in resumed:
-        step(*run, 2)
+        train_step(*run, 2)
     assert same([thing.state_dict() for run in resumed for thing in run], expected)
     assert amp.state_dict() == scalers
 
