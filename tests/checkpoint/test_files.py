@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
@@ -335,10 +336,13 @@ def test_what_was_loaded_does_not_change_with_the_file(disk: Disk) -> None:
 
 @contextmanager
 def unchanged(run: SavedRun) -> Iterator[None]:
+    """Also its random states."""
     before, identities = run.numbers(), [id(o.state) for o in run.optimizers]
+    of_numpy = np.random.get_state()[1].tolist()
     yield
     assert same(run.numbers(), before)
     assert [id(o.state) for o in run.optimizers] == identities
+    assert np.random.get_state()[1].tolist() == of_numpy
 
 
 def assert_refused(run: SavedRun, path: Path, *, beside: Path) -> None:

@@ -8,7 +8,6 @@ import stat
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,8 @@ import torch
 
 import preamp
 from attack_cases import VALUES, rewrite
+from checkpoint.test_files import unchanged
 from engine.test_interrupts import interrupt, lines_of
-from kit.compare import same
 from kit.refusals import refused
 from kit.saved import STEP, SavedRun
 from preamp.checkpoint import latest_checkpoint, read_checkpoint, saving, storage
@@ -258,15 +257,6 @@ CRAFTED: dict[str, tuple[tuple[Any, ...], Any]] = {  # a place in the file, and 
 """Files that loading once broke, or that it might."""
 
 
-@contextmanager
-def untouched(run: SavedRun) -> Iterator[None]:
-    before, states = run.numbers(), (torch.get_rng_state(), np.random.get_state()[1].tolist())
-    yield
-    assert same(run.numbers(), before)
-    assert torch.equal(torch.get_rng_state(), states[0])
-    assert np.random.get_state()[1].tolist() == states[1]
-
-
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("good") / "a.safetensors"
@@ -282,7 +272,7 @@ def test_what_does_not_fit_is_refused_before_the_first_change(
     place, value = CRAFTED[case]
     rewrite(good, path, "manifest", ("tree", *place), value)
     run = SavedRun("O2", "SGD", seed=1).play(STEP)
-    with untouched(run), pytest.raises((preamp.PreampError, ValueError)) as got:
+    with unchanged(run), pytest.raises((preamp.PreampError, ValueError)) as got:
         run.load(path)
     assert (
         isinstance(got.value, preamp.CheckpointError)

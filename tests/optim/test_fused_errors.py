@@ -12,6 +12,7 @@ from cases.rules import ROWS
 from kit.refusals import assert_refused
 from preamp import optimizers
 from preamp.kernels import Update, backend
+from preamp.optimizers import FusedAdam
 
 
 def param(dtype: torch.dtype = torch.float32) -> nn.Parameter:
@@ -150,3 +151,66 @@ def test_copies_are_no_groups() -> None:
     optimizer = optimizers.FusedAdam([param()], capturable=True, master_weights=True)
     assert not hasattr(optimizer, "param_groups_master")
     assert_refused("optim", "copies as groups", lambda: optimizer.param_groups_master)
+
+
+# -- the FusedAdam of early 2019 -------------------------------------------------------------------
+
+
+def one(**options: Any) -> FusedAdam:
+    own = param()
+    own.grad = torch.ones(3)
+    return FusedAdam([own], **options)
+
+
+def load_the_state_of(theirs: torch.optim.Optimizer, into: FusedAdam) -> None:
+    theirs.step()
+    into.load_state_dict(theirs.state_dict())
+
+
+def torchs() -> torch.optim.Optimizer:
+    return torch.optim.AdamW(one().param_groups[0]["params"])
+
+
+EARLY = {"max_grad_norm": 0.0}
+REFUSED_STEPS: dict[str, Any] = {
+    "grads": [torch.ones(3)],
+    "output_params": [torch.ones(3)],
+    "scale": 2.0,
+    "grad_norms": [2.0],
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_STEPS)
+@pytest.mark.parametrize("options", [{}, EARLY])
+def test_refused_arguments_of_steps(name: str, options: dict[str, Any]) -> None:
+    optimizer = one(**options)
+    params = nn.ParameterList(optimizer.param_groups[0]["params"])
+    act = lambda: optimizer.step(**{name: REFUSED_STEPS[name]})  # noqa: E731
+    assert_refused("optim", "arguments of early 2019", act, optimizer, params, given=name)
+
+
+REFUSED_LOADS: dict[str, Any] = {
+    "early after today's steps": lambda: (one(), one(**EARLY)),
+    "today's after early steps": lambda: (one(**EARLY), one()),
+    "a checkpoint of torch's Adam": lambda: (torchs(), one()),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_LOADS)
+def test_states_of_other_counters(name: str) -> None:
+    theirs, ours = REFUSED_LOADS[name]()
+    params = nn.ParameterList(ours.param_groups[0]["params"])
+    assert_refused("optim", name, lambda: load_the_state_of(theirs, ours), ours, params)
+
+
+EARLY_OPTIONS: dict[str, dict[str, Any]] = {
+    "early with L2 decay": {"max_grad_norm": 1.0, "adam_w_mode": False},
+    "early and capturable": {"max_grad_norm": 1.0, "capturable": True},
+    "early with masters": {"max_grad_norm": 1.0, "capturable": True, "master_weights": True},
+    "an adjustment of the scale": {"amp_scale_adjustment": 2.0},
+}
+
+
+@pytest.mark.parametrize("name", EARLY_OPTIONS)
+def test_refused_options_of_early_2019(name: str) -> None:
+    assert_refused("optim", name, lambda: one(**EARLY_OPTIONS[name]))

@@ -269,6 +269,41 @@ def test_sgd_divides_by_the_scale_it_is_told() -> None:
     assert (optimizer.most_recent_scale, optimizer.scale_set_by_backward) == (1.0, False)
 
 
+# -- the FusedAdam of early 2019 ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "is_early"),
+    [
+        ({}, False),
+        ({"adam_w_mode": False}, False),
+        ({"eps_inside_sqrt": False}, True),
+        ({"max_grad_norm": 1.0}, True),
+        ({"use_mt": True}, True),
+        ({"amp_scale_adjustment": 1.0}, True),
+    ],
+)
+def test_old_keywords_select_it(options: dict[str, Any], is_early: bool) -> None:
+    param = nn.Parameter(torch.ones(2))
+    param.grad = torch.ones(2)
+    optimizer = FusedAdam([param], **options)
+    optimizer.step()
+    (group,) = optimizer.param_groups
+    assert ("step" in optimizer.state[param]) == is_early
+    assert ("step" in group) == (not is_early)
+    assert ("max_grad_norm" in group) == is_early
+
+
+def test_a_nan_stays_where_it_is() -> None:
+    """A clip by a norm that is nan clips nothing."""
+    param = nn.Parameter(torch.ones(3))
+    optimizer = FusedAdam([param], lr=0.5, max_grad_norm=1.0)
+    param.grad = torch.tensor([2.0, torch.nan, -2.0])
+    optimizer.step()
+    assert param.isnan().tolist() == [False, True, False]
+    assert param[0] < 1.0 < param[2]
+
+
 # -- NovoGrad's norms ------------------------------------------------------------------------
 
 

@@ -51,21 +51,13 @@ def one_step(p: torch.Tensor, g: torch.Tensor, lr: float, wd: float, **larc: Any
 @given(
     seed=st.integers(0, 1000),
     sizes=st.tuples(st.sampled_from([1e-4, 1.0, 1e4]), st.sampled_from([1e-4, 1.0, 1e4])),
-    lr=st.sampled_from([1e-3, 0.1, 10.0]),
-    wd=st.sampled_from([0.0, 0.01, 1.0]),
+    group=st.tuples(st.sampled_from([1e-3, 0.1, 10.0]), st.sampled_from([0.0, 0.01, 1.0])),
     tc=st.sampled_from([0.001, 0.02, 1.0]),
     clip=st.booleans(),
     dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
 )
-def test_formula(
-    seed: int,
-    sizes: tuple[float, float],
-    lr: float,
-    wd: float,
-    tc: float,
-    clip: bool,
-    dtype: torch.dtype,
-) -> None:
+def test_formula(seed: int, sizes: Any, group: Any, tc: float, clip: bool, dtype: Any) -> None:
+    lr, wd = group
     generator = torch.Generator().manual_seed(seed)
     p, g = ((torch.randn(7, generator=generator) * size).to(dtype) for size in sizes)
     facts = {"tc": tc, "clip": clip, "eps": 1e-6}
