@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from preamp.core import files, log, ranks
-from preamp.core.dtypes import dtype_name, is_half, math_dtype
 from preamp.core.errors import (
     LossScaleError,
     PreampError,
@@ -107,24 +106,6 @@ def test_attributes_come_back_but_for_those_that_somebody_has_changed(later: str
     undo.unwind()
     assert restored.colour == "before"
     assert vars(changed) == ({} if later is None else {"colour": later})
-
-
-# -- dtypes ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("dtype", "half", "math"),
-    [
-        (torch.float16, True, torch.float32),
-        (torch.bfloat16, True, torch.float32),
-        (torch.float32, False, torch.float32),
-        (torch.float64, False, torch.float64),
-    ],
-)
-def test_dtypes(dtype: torch.dtype, half: bool, math: torch.dtype) -> None:
-    assert is_half(torch.ones(1, dtype=dtype)) is half
-    assert math_dtype(dtype) is math
-    assert dtype_name(dtype) == str(dtype).split(".")[1]
 
 
 # -- what is said ----------------------------------------------------------------------------

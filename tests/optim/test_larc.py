@@ -3,7 +3,6 @@
 
 import copy
 import inspect
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -225,15 +224,6 @@ def test_zero_grad_does_what_the_wrapped_optimizer_does() -> None:
     assert not weight.grad.any()
     larc.zero_grad(set_to_none=True)
     assert weight.grad is None
-
-
-@pytest.mark.parametrize("way", [copy.deepcopy, lambda larc: pickle.loads(pickle.dumps(larc))])
-def test_copies_are_whole(way: Any) -> None:
-    larc = LARC(torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1), eps=0.5)
-    twin = way(larc)
-    assert (twin.eps, twin.trust_coefficient, twin.clip) == (0.5, 0.02, True)
-    assert twin.optim is not larc.optim
-    assert twin.param_groups[0]["params"][0].tolist() == [1.0, 1.0]
 
 
 # -- mixed precision ---------------------------------------------------------------------------
