@@ -143,22 +143,6 @@ def test_autocast_and_scaler_of_torch_around_any_of_them(
         torch.testing.assert_close(a, b) if far else assert_same(a.detach(), b.detach())
 
 
-@every_build
-def test_gradients_unscaled_before_are_not_unscaled_again(build: Build) -> None:
-    params, optimizer = make(torch.float32, build)
-    plain, reference = make(torch.float32, build)
-    scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
-    scaler.scale(backward(params, 1.0, 0)).backward()
-    scaler.unscale_(optimizer)
-    for param in params:
-        param.grad.mul_(0.25)  # a clip
-    scaler.step(optimizer)
-    (backward(plain, 1.0, 0) * 0.25).backward()
-    reference.step()
-    for a, b in zip(params, plain, strict=True):
-        assert_same(a.detach(), b.detach())
-
-
 @pytest.mark.parametrize("name", ["adam", "lamb"])
 def test_other_keywords_are_refused(name: str) -> None:
     params, optimizer = make(torch.float32, BUILDS[name])
