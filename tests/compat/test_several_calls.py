@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Several calls of ``amp.initialize``: what the functions without an argument mean then."""
 
-import copy
 import gc
-import io
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +10,6 @@ import torch
 
 import preamp
 from cases.levels import LEVEL_NAMES
-from kit.compare import same
 from kit.loops import loss_of, make, train_step
 from kit.refusals import refused
 from kit.run import Net
@@ -149,36 +146,6 @@ def test_verbosity_reaches_all(capsys: pytest.CaptureFixture[str]) -> None:
             amp._amp_state.verbosity = verbosity
             skip(run, 1)
     assert capsys.readouterr().out.count("Gradient overflow.") == 2
-
-
-@ALL_LEVELS
-def test_a_resumed_pair_goes_on_bitwise(level: str) -> None:
-    runs = pair(level)
-    skip(runs[0], 2)
-    skip(runs[1], 5)
-    for run in runs:
-        train_step(*run, 1)
-    file = io.BytesIO()
-    content = [[thing.state_dict() for thing in run] for run in runs]
-    torch.save({"runs": content, "amp": amp.state_dict()}, file)
-    file.seek(0)
-    for run in runs:
-        train_step(*run, 2)
-    expected = [copy.deepcopy(thing.state_dict()) for run in runs for thing in run]
-    scalers = amp.state_dict()
-    for run in runs:
-        engine_of(run).close()
-
-    saved = torch.load(file, weights_only=True)
-    resumed = pair(level)
-    for run, states in zip(resumed, saved["runs"], strict=True):
-        for thing, state in zip(run, states, strict=True):
-            thing.load_state_dict(state)
-    amp.load_state_dict(saved["amp"])
-    for run in resumed:
-        train_step(*run, 2)
-    assert same([thing.state_dict() for run in resumed for thing in run], expected)
-    assert amp.state_dict() == scalers
 
 
 TOLD = "Warning: state_dict contains {} entries, while {} loss_scalers are used\n"
