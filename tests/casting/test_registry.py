@@ -25,7 +25,7 @@ from preamp.casting.registry import (
     register_half_function,
     register_promote_function,
 )
-from preamp.casting.thread_casts import disable_casts, push_thread_casts
+from preamp.casting.thread_casts import disable_casts
 
 
 def _dtypes(x: torch.Tensor, y: torch.Tensor | None = None) -> tuple[torch.dtype, ...]:
@@ -105,32 +105,6 @@ def test_decorators(_register: Any, decorate: Callable[[Any], Any], expected: An
     assert active == (expected, expected)
     assert Owner.method.__name__ == "method"
     assert Owner.method.__doc__ == "Documented."
-
-
-def test_decorated_autograd_function() -> None:
-    class Square(torch.autograd.Function):
-        @staticmethod
-        @float_function
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            ctx.save_for_backward(x)
-            return x * x
-
-        @staticmethod
-        @float_function
-        def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
-            (x,) = ctx.saved_tensors
-            return 2 * x * grads[0]
-
-    handle = held(push_thread_casts, {"cpu"}, F16)
-    x = torch.full((2,), 3.0, dtype=F16, requires_grad=True)
-    y = Square.apply(x)
-    y.sum().backward()
-    handle.remove()
-
-    assert y.dtype is F32
-    assert x.grad is not None
-    assert x.grad.dtype is F16
-    assert x.grad.tolist() == [6.0, 6.0]
 
 
 def test_registration_overrides_the_table() -> None:

@@ -26,7 +26,7 @@ from cases.selection import examples
 from cases.stored import STORAGES, Case, assert_bits
 from cases.tolerances import assert_same
 from kit.refusals import refused
-from preamp.kernels import Update, plans
+from preamp.kernels import Update
 from preamp.kernels.jit import loops
 from preamp.kernels.jit import ops as jit_ops
 from preamp.kernels.jit.formats import Layout
@@ -250,14 +250,6 @@ def test_factors_of_one_element_are_numbers() -> None:
     targets = [torch.zeros(4) for _ in range(3)]
     with refused("kernels", "fewer factors than tensors"):
         JIT.axpby_(targets, torch.ones(2), targets, 1.0, [None] * 3)
-
-
-def test_lists_as_before_are_asked_by_guards(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which take a tenth of the time."""
-    shapes = [(5,), (3, 7)]
-    wanted = updated(JIT, 1, shapes)
-    monkeypatch.setattr(plans, "_dtypes", None)  # which looks at a place in Python
-    assert all(map(torch.equal, updated(JIT, 1, shapes), wanted))
 
 
 def test_a_view_that_negates_is_not_read_as_it_lies() -> None:

@@ -146,15 +146,12 @@ CLASSES: list[tuple[Any, int, bool, bool]] = [
 ]
 """The function, how many parameters it takes, whether it centres, and has the weight's dtype."""
 
-BY_FUNCTION, BY_CLASS, BY_EITHER = (
-    pytest.mark.parametrize(
-        ("fn", "params", "centred", "mixed"), rows, ids=lambda fn: getattr(fn, "__qualname__", "")
-    )
-    for rows in (FUNCTIONS, CLASSES, FUNCTIONS + CLASSES)
+
+@pytest.mark.parametrize(
+    ("fn", "params", "centred", "mixed"),
+    FUNCTIONS + CLASSES,
+    ids=lambda fn: getattr(fn, "__qualname__", ""),
 )
-
-
-@BY_EITHER
 def test_functions(fn: Any, params: int, centred: bool, mixed: bool) -> None:
     x = torch.randn(3, 2, 4, dtype=torch.float64, requires_grad=True)
     affine = [torch.rand(2, 4, dtype=torch.float64) + 0.5 for _ in range(params)]
@@ -168,16 +165,6 @@ def test_functions(fn: Any, params: int, centred: bool, mixed: bool) -> None:
     assert torch.autograd.gradcheck(call, (x, *affine))
     out = fn(x.half(), *(t.float() for t in affine), (2, 4), 1e-3)
     assert out.dtype is (torch.float32 if mixed else torch.float16)
-
-
-@BY_FUNCTION
-def test_functions_default_to_a_smaller_eps(
-    fn: Any, params: int, centred: bool, mixed: bool
-) -> None:
-    defaults = {n: p.default for n, p in inspect.signature(fn).parameters.items()}
-    assert list(defaults)[:1] == ["input"]
-    assert list(defaults)[1:-2] == [*["weight", "bias"][:params], "normalized_shape"]
-    assert (defaults["eps"], defaults["memory_efficient"]) == (1e-6, False)
 
 
 @ALL_LAYERS
@@ -260,17 +247,15 @@ def test_mixed_layers_have_weights(kind: Any) -> None:
 
 
 def test_signatures_are_those_of_apex() -> None:
-    for kind in LAYERS[:2]:
+    for kind in LAYERS:
         found = inspect.signature(kind).parameters
-        assert {name: p.default for name, p in list(found.items())[1:]} == {
-            "eps": 1e-5,
-            "elementwise_affine": True,
-            "memory_efficient": False,
-        }
-    for kind in LAYERS[2:]:
-        found = inspect.signature(kind).parameters
-        assert found["eps"].default == 1e-5
-        assert found["memory_efficient"].kind is inspect.Parameter.KEYWORD_ONLY
+        assert (found["eps"].default, found["memory_efficient"].default) == (1e-5, False)
+        is_keyword = found["memory_efficient"].kind is inspect.Parameter.KEYWORD_ONLY
+        assert is_keyword is ("Mixed" in kind.__name__)
+    for fn, params, *_ in FUNCTIONS:  # which default to a smaller eps
+        found = inspect.signature(fn).parameters
+        assert [*found][:-2] == ["input", *["weight", "bias"][:params], "normalized_shape"]
+        assert [found[name].default for name in [*found][-2:]] == [1e-6, False]
 
 
 # -- the autograd.Function classes, by Apex's order of arguments -------------------------------

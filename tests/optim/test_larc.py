@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import preamp
-from cases.levels import LEVEL_NAMES, WITH_MASTERS
+from cases.levels import LEVEL_NAMES
 from cases.models import Exact, loss_of
 from cases.optimizers import clone_state
 from cases.selection import examples
@@ -202,18 +202,6 @@ def test_everything_else_is_the_optimizers() -> None:
     assert len(optimizer.param_groups) == 1
 
 
-def test_a_learning_rate_with_one_element_is_a_number() -> None:
-    """Parameters without dimensions have fewer than such a rate."""
-    results = []
-    for lr in (0.125, torch.tensor([0.125])):
-        weight = nn.Parameter(torch.tensor(2.0))
-        larc = LARC(FusedSGD([weight], lr=lr))
-        weight.grad = torch.tensor(3.0)
-        larc.step()
-        results.append(weight.detach())
-    assert_same(*results)
-
-
 def test_zero_grad_does_what_the_wrapped_optimizer_does() -> None:
     """FusedSGD fills gradients with zeros by default, as scripts that flatten them rely on."""
     weight = nn.Parameter(torch.ones(2))
@@ -270,20 +258,6 @@ def test_training_equals_larc_on_masters(level: str, form: Any) -> None:
             larc.zero_grad()
     assert engine.steps_applied == 3
     assert engine.state_dict() == preamp.engine_of(larc.optim).state_dict()
-
-
-@pytest.mark.parametrize("level", WITH_MASTERS)
-def test_writes_to_half_weights_count_in_the_ratio(level: str) -> None:
-    """LARC's arithmetic comes after the engine has brought the masters up to date."""
-    model = nn.Linear(2, 1, bias=False)
-    larc = LARC(torch.optim.SGD(model.parameters(), lr=1.0), trust_coefficient=0.25)
-    preamp.initialize(model, larc, opt_level=level, loss_scale=8.0, verbosity=0)
-    with preamp.scale_loss(model.weight.float().sum(), larc) as scaled:
-        scaled.backward()
-    with torch.no_grad():
-        model.weight.fill_(2.0)
-    larc.step()  # the ratio is 0.25 * |(2, 2)| / |(1, 1)|
-    torch.testing.assert_close(next(preamp.master_params(larc)).tolist(), [[1.5, 1.5]])
 
 
 def test_switched_off() -> None:
