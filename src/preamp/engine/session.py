@@ -426,7 +426,10 @@ class OptimizerSession:
     # -- one step ----------------------------------------------------------------------------
 
     def prepare_step(self) -> None:
-        """Bring masters up to date with what the user did to half weights and gradients."""
+        """Take in what the script did before a step; masters follow half weights.
+
+        But where kernels take half weights for the truth: these start from them.
+        """
         self.check_outside_block("optimizer.step()")
         if self.halves.is_shown:
             self.read_back_shown()

@@ -7,8 +7,9 @@ parameters with masters: all rows of a table are in one state, which doors chang
 ``NONE``: there is nothing to apply. What lies in ``p.grad`` was used up by a step.
 ``OPEN``: a backward is under way; ``p.grad`` is scaled and incomplete.
 ``HALF``: what one backward has left, half, in ``p.grad`` of the model; one factor unscales it. If
-there were earlier ones, whoever asks next adds it to them first.
-``MADE``: float32, in ``grad`` of the masters. The half ones tell what a script drops or zeroes.
+masters have gradients of earlier ones, the next `take_in` adds it to these: then it is MADE.
+``MADE``: float32, in ``grad`` of the masters. Half ones stay beside them: ``None`` or zeros there
+drop or zero the float32 ones.
 
 The straight road goes ``NONE``, ``OPEN``, ``HALF``, ``NONE``: one backward, preamp's own clip, a
 step of a fused optimizer. Whatever else comes makes the table ``MADE`` by one op: a second
@@ -224,8 +225,8 @@ class HalfGradients:
     columns, at the speed of the interpreter's own loops, and Python looks only at rows that differ
     from what was seen.
 
-    One backward goes `begin`, then `put_back`, or `merge` and `commit`. Whoever wants to know
-    anything between backwards calls `take_in` first.
+    One backward goes `begin`, then `put_back` if it failed, else `read_new`, `show_missing` and
+    `commit`. Whoever wants to know anything between backwards calls `take_in` first.
     """
 
     def __init__(self, ops: Ops, halves: list[Any], masters: list[Any]) -> None:
