@@ -99,7 +99,7 @@ def test_copies_of_the_package_share_code_while_their_sources_are_the_same(tmp_p
     assert found("one") == MADE
     assert found("other") == FOUND
     words = tmp_path / "other" / "preamp/kernels/jit/words.py"
-    before, now = "narrow(peek(values, i, _F32), _ZERO_BF16)", "narrow(f32_of_bits(0), _ZERO_BF16)"
+    before, now = "narrow(peek(values, i, _F32), _ZERO_BF16)", "narrow(_F32, _ZERO_BF16)"
     text = words.read_text()
     assert before in text
     words.write_text(text.replace(before, now))  # a function that the kernel calls
