@@ -107,7 +107,6 @@ FAULTS: dict[str, tuple[tuple[str, str], ...]] = {
         ('if kept and kept.is_same("params", params):', "if kept:"),
         ("if kept.places is None and are_same(state, params):", "if kept.places is None:"),
         ("list(map(id, column)) == self.lists.get(name)", "name in self.lists"),
-        ("partial(self.lists.pop, name)", "partial(self.lists.get, name)"),
     ),
     "src/preamp/optim/fused/moments.py": (
         ("start = box_of(leaf)[0][0] * math.prod(shape[1:])", "start = 0"),

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+import preamp
 from cases.fused import (
     FUSED,
     HALVES,
@@ -450,3 +451,40 @@ def test_groups_own_their_counters(make: Any, lr: Any) -> None:
     for group in others:
         assert group["lr"] == torch.tensor(1e-3)
         assert group["step"] == 0
+
+
+@pytest.mark.parametrize("what", ["parameters of two groups", "a moment"])
+def test_what_a_script_exchanges_between_steps_counts(what: str) -> None:
+    """Each parameter goes on with its own state, which is float32 again."""
+    params = parameters([(4,)] * 4, torch.float32)
+    optimizer = FusedAdam([{"params": params[:2]}, {"params": params[2:]}], lr=0.5)
+    for number in range(3):
+        step(params, optimizer, number)
+    twins = [param.detach().clone().requires_grad_() for param in params]
+    first, second = (group["params"] for group in optimizer.param_groups)
+    if what == "a moment":
+        moment = optimizer.state[params[1]]["exp_avg"]
+        optimizer.state[params[1]]["exp_avg"] = moment.half()
+        moment.copy_(moment.half())
+    else:
+        first[1], second[1] = second[1], first[1]
+    order = [0, 1, 2, 3] if what == "a moment" else [0, 3, 2, 1]
+    twin = FusedAdam([{"params": [twins[n] for n in order]}], lr=0.5)
+    twin.param_groups[0]["step"] = 3
+    for param, other in zip(params, twins, strict=True):
+        twin.state[other] = copy.deepcopy(optimizer.state[param])
+    step(params, optimizer, 5)
+    step(twins, twin, 5)
+    assert_same_training(params, twins)
+    assert optimizer.state[params[1]]["exp_avg"].dtype is torch.float32
+
+
+def test_lamb_clips_what_a_factor_unscales() -> None:
+    model = nn.Linear(4, 1, bias=False)
+    optimizer = FusedLAMB(model.parameters(), lr=0.1, max_grad_norm=1.0)
+    preamp.initialize(model, optimizer, opt_level="O2", loss_scale=8.0, verbosity=0)
+    with preamp.scale_loss(model.weight.float().sum() * 16, optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    (state,) = optimizer.state.values()
+    torch.testing.assert_close(state["exp_avg"], torch.full((1, 4), 0.05))
