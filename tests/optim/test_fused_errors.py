@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What the fused optimizers refuse, in which words, and that nothing has changed then."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -185,7 +186,7 @@ REFUSED_STEPS: dict[str, Any] = {
 def test_refused_arguments_of_steps(name: str, options: dict[str, Any]) -> None:
     optimizer = one(**options)
     params = nn.ParameterList(optimizer.param_groups[0]["params"])
-    act = lambda: optimizer.step(**{name: REFUSED_STEPS[name]})  # noqa: E731
+    act = partial(optimizer.step, **{name: REFUSED_STEPS[name]})
     assert_refused("optim", "arguments of early 2019", act, optimizer, params, given=name)
 
 

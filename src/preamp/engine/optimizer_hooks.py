@@ -4,9 +4,9 @@
 ``step`` is hooked twice. torch's own step hooks do the work: before it what the script did is taken
 in, after it half weights are rounded, but for those that fused updates round themselves. A bound
 method on the instance adds what hooks cannot do: not calling the step at all, and running it with
-function casts off. So with a dynamic loss scale a bound
-``optimizer.step`` from before ``initialize`` is refused. It is a method, not a function, because
-learning-rate schedulers take ``optimizer.step.__func__``.
+function casts off. So with a dynamic loss scale a bound ``optimizer.step`` from before
+``initialize`` is refused. It is a method, not a function, because learning-rate schedulers take
+``optimizer.step.__func__``.
 """
 
 from __future__ import annotations

@@ -230,8 +230,6 @@ def batches(entries: Entries, apart: Apart | None = None) -> list[Entries]:
 _MOST_KEPT = 256
 """Batches of an optimizer; it needs one for each group and kind of parameters in a step."""
 
-referred_to: Any = cast("Any", weakref.ref).__call__
-
 
 @dataclass(slots=True, eq=False)
 class Kept:
@@ -312,5 +310,6 @@ def kept_of(
         del every[next(iter(every))]
     kept = every[key] = Kept(places)
     kept.note("params", params)
-    kept.note("keys", state)
+    if places is not None:  # else its keys are the parameters
+        kept.note("keys", state)
     return kept, own

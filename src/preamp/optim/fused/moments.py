@@ -22,7 +22,7 @@ from preamp.core.tensors import is_sharded, local_of
 from preamp.core.torch_private.shards import box_of, has_whole_rows, sharded_as
 from preamp.kernels import Update
 from preamp.kernels.stored import Format, Stored, are_scales, can_be_blocks, decode, scales_shape
-from preamp.optim.fused.entries import Apart, Entry, kept_of, referred_to
+from preamp.optim.fused.entries import Apart, Entry, kept_of
 from preamp.optim.master_parameter import leaf_of
 from preamp.policy.storage import FULL, Storage
 
@@ -32,6 +32,7 @@ SCALES = "_scales"
 TWO_MOMENTS = {"exp_avg": Format.SIGNED, "exp_avg_sq": Format.UNSIGNED}
 """The moments of Adam and LAMB, and what they are with 8 bits."""
 
+_referred_to: Any = cast("Any", weakref.ref).__call__
 _IN_CODES = {torch.int8: Format.SIGNED, torch.uint8: Format.UNSIGNED}
 
 
@@ -189,7 +190,7 @@ class KeepsMoments(torch.optim.Optimizer):
         params: list[Any] = [*itertools.chain(*(group["params"] for group in self.param_groups))]
         known: _Homes | None = vars(self).get("_kept_homes")
         if known is not None and known.storage == self.storage:
-            before: Any = map(referred_to, known.refs)
+            before: Any = map(_referred_to, known.refs)
             if len(params) == len(known.refs) and all(map(is_, params, before)):
                 return known
         homes = {
