@@ -79,16 +79,17 @@ class Plan:
     def addresses(self) -> np.ndarray:
         """Where the tensors of each list lie now; that of an empty tensor is zero.
 
-        Raises:
-            PreampStateError: A tensor has no memory, since its storage was freed.
+        Raises `PreampStateError` for a tensor whose storage was freed.
         """
-        count = len(self.places)
-        found: Any = np.array(
-            [places or [0] * count for places in map(_places_of, self.rows)], np.int64
-        )
-        if np.count_nonzero(found) < count * sum(map(bool, self.rows)):
-            _check_memory(self.rows)
-        return found.reshape(-1, count)
+        found = np.zeros((len(self.rows), len(self.places)), np.int64)
+        seen = dict[int, int]()  # a target is often its own source
+        for number, row in enumerate(self.rows):
+            same = seen.setdefault(id(row), number)
+            if row:
+                found[number] = _places_of(row) if same == number else found[same]
+                if not found[number].all():
+                    _check_memory(self.rows)
+        return found
 
     @property
     def found(self) -> np.ndarray:
@@ -96,10 +97,10 @@ class Plan:
         return self.at if all(self.rows) else self.at[[bool(row) for row in self.rows]]
 
 
-def _places_of(row: Tensors) -> list[int]:
+def _places_of(row: Tensors) -> np.ndarray:
     """Where tensors lie."""
     with unhooked():
-        return list(map(_address_of, row))
+        return np.fromiter(map(_address_of, row), np.int64, len(row))
 
 
 def _check_memory(rows: Sequence[Tensors]) -> None:
@@ -158,7 +159,7 @@ class Standing:
     def __init__(self) -> None:
         self.works: list[Any] = []
         self._told: Any = None
-        self._at: list[list[list[int]]] = []
+        self._at: list[list[bytes]] = []
         self._grads: _Known | None = None
 
     def recall(self, lists: Sequence[Any], told: Any) -> bool:
@@ -176,7 +177,7 @@ class Standing:
                 self.works, self._grads = [], None
                 return False
             plan.at[GRADS] = own = _places_of(plan.rows[GRADS])
-            if 0 in own:
+            if not own.all():
                 _check_memory(plan.rows)
         return True
 
@@ -187,8 +188,8 @@ class Standing:
         self._grads = _Known([lists[GRADS]], [], [])
 
 
-def _without_grads(plan: Plan) -> list[list[int]]:
-    return [_places_of(row) for number, row in enumerate(plan.rows) if number != GRADS]
+def _without_grads(plan: Plan) -> list[bytes]:
+    return [_places_of(row).tobytes() for n, row in enumerate(plan.rows) if n != GRADS]
 
 
 def planned(

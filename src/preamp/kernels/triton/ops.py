@@ -88,10 +88,10 @@ class Triton(Combining):
         self, plan: Plan, a: Scalar, b: Scalar = 1.0, factors: Sequence[torch.Tensor] = ()
     ) -> None:
         target, x, y = plan.dtypes
-        moved_factors = [moved(factors[i].float(), plan.device) for i in plan.places if factors]
         at = plan.found
         if factors:
-            at = np.vstack([at, [factor.data_ptr() for factor in moved_factors]])
+            near = [moved(factors[place].float(), plan.device) for place in plan.places]
+            at = np.vstack([at, [factor.data_ptr() for factor in near]])
         entries = table(plan, at)
         launch(
             combine_kernel,

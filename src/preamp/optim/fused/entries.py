@@ -18,7 +18,15 @@ from typing import Any, cast
 
 import torch
 
-from preamp.core.tensors import are_same, device_of, dtype_of, kinds_of, stored_grad, with_gradients
+from preamp.core.tensors import (
+    are_same,
+    device_of,
+    devices_of,
+    dtype_of,
+    kinds_of,
+    stored_grad,
+    with_gradients,
+)
 from preamp.kernels import Standing, Update
 from preamp.kernels.stored import Stored
 from preamp.optim.gradients import State
@@ -113,11 +121,8 @@ class Entries:
         twins = cast("list[Twin] | None", self.twins)  # all or none of a batch are masters
         if twins is None:
             return
-        first, n = twins[0], len(twins)
-        if twins[-1].row - first.row == n - 1 and all(
-            map(is_, twins, first.table.twins[first.row :])
-        ):
-            first.table.note_rounded(first.row, first.row + n)
+        if self.are_alike:  # then they are neighbours
+            twins[0].table.note_rounded(twins[0].row, twins[-1].row + 1)
             return
         for twin in twins:
             twin.table.note_rounded(twin.row, twin.row + 1)
@@ -142,8 +147,8 @@ def entries_of(params: Sequence[Any]) -> Entries:
 def _of_plain(given: Sequence[torch.Tensor]) -> Entries:
     """The entries of parameters of which none is a master."""
     params, grads = with_gradients(given)
-    columns = (dtype_of, params), (dtype_of, grads), (device_of, params)
-    are_alike = all([len(kinds_of(kind, column)) == 1 for kind, column in columns])
+    kinds = kinds_of(dtype_of, params), kinds_of(dtype_of, grads), devices_of(params)
+    are_alike = all([len(kind) == 1 for kind in kinds])
     return Entries(params, grads, are_alike=are_alike)
 
 
@@ -168,9 +173,9 @@ def _of_neighbours(params: Sequence[Any]) -> Entries | None:
     lows = table.lows[start:stop]
     factors: list[torch.Tensor | None] = [gradients.factor_on(grads[0].device)] * len(grads)
     return Entries(
-        [*masters],
+        masters,
         grads,
-        [*table.halves[start:stop]],
+        table.halves[start:stop],
         factors,
         [*table.twins[start:stop]],
         lows if table.is_split else None,
