@@ -425,10 +425,11 @@ def check_an_overflow_of_one_loss_that_another_loss_reduces() -> None:
 
 
 def check_ranks_that_step_alone_react_alone() -> None:
-    for level in each(("O1", "O2")):
+    for level, delays in each(("O1", "O2"), ((), (True,)), size=2):
         run = Wrapped(level)
         run.train(steps=1)
-        run.overflow()
+        for is_late in (False, *delays):  # one that only unscales leaves a reaction due
+            run.overflow(delay_overflow_check=is_late)
         run.optimizer.step()
         rank = dist.get_rank()
         assert (run.engine.steps_skipped, run.engine.loss_scale()) == (rank, 2.0 ** (16 - rank))
