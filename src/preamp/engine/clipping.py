@@ -136,7 +136,7 @@ def _to_clip(given: Any, who: str) -> tuple[Engine, list[OptimizerSession], froz
         engine, sessions, only = _owners_of(params, who)
     for session in sessions:
         session.check_outside_block(who)
-        if session.halves.is_shown:
+        if session.gradients.is_shown:
             session.read_back_shown()
     return engine, sessions, only
 
@@ -197,7 +197,7 @@ class _Gradients:
 
     made: list[Any]  # gradients that lie in memory as they are
     lazy: list[HalfGradients]  # of which some are half, yet to be unscaled
-    halves: list[Any]  # these
+    half: list[Any]  # these
     factors: list[Any]  # what unscales them
     owners: list[torch.Tensor]  # the model's parameters, of the made ones and then of the others
     splits: Splits
@@ -206,7 +206,7 @@ class _Gradients:
     def norm(self, engine: Engine, order: float) -> torch.Tensor:
         """The norm of all, unscaled: a float32 scalar."""
         ops, owners, splits, device = engine.ops, self.owners, self.splits, engine.device
-        grads, factors = self.made + self.halves, [None] * len(self.made) + self.factors
+        grads, factors = self.made + self.half, [None] * len(self.made) + self.factors
         is_wide = torch.float64 in kinds_of(dtype_of, self.made)
         if order == 2.0 and not (is_wide or splits.given or has_sharded(owners)):
             return ops.l2norm(grads, factors, device)
@@ -229,7 +229,7 @@ def _gradients_of(
     found = _Gradients([], [], [], [], [], sessions[0].splits, [])
     lazy: list[HalfGradients] = []
     for session in sessions:  # before any is asked for what is not made yet
-        gradients = session.halves
+        gradients = session.gradients
         lazy.append(gradients)
         if gradients.is_shown:
             found.shown.append(gradients)
@@ -254,7 +254,7 @@ def _gradients_of(
         halves, grads, factors = gradients.pending()
         if halves:
             found.lazy.append(gradients)
-            found.halves.extend(grads)
+            found.half.extend(grads)
             found.factors.extend(factors)
             found.owners.extend(halves)
     return found

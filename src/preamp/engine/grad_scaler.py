@@ -249,11 +249,11 @@ class GradScaler(torch.amp.GradScaler):
             note.graphs = released((*note.graphs, root))
         sessions = [session for session in self._sessions if id(session) in self._blocks]
         for session in sessions:
-            session.halves.note_reached()
+            session.gradients.note_reached()
         if has_process_group():
             return  # ranks may exchange gradients after this
         for session in sessions:
-            if session.halves.has_earlier:
+            if session.gradients.has_earlier:
                 grads = [p.grad for p in session.model_params() if p.grad is not None]
                 self._parts[id(session)] = list(zip(grads, versions_of(grads), strict=True))
 
@@ -349,7 +349,7 @@ class GradScaler(torch.amp.GradScaler):
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("unscale_() is being called after step().")
         self._unscale(session, state)
-        session.halves.show()
+        session.gradients.show()
         state["stage"] = OptState.UNSCALED
 
     def _unscale(self, session: OptimizerSession, state: dict[str, Any]) -> None:

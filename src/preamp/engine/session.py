@@ -81,7 +81,7 @@ class OptimizerSession:
         """Take over the bookkeeping of ``optimizer``; makes no masters yet."""
         self.optimizer = optimizer
         self.table = table  # its half weights with masters; without any rows at other levels
-        self.halves = table.gradients  # of these
+        self.gradients = table.gradients  # of those half weights
         self.direct = DirectGradients(ops)  # gradients of parameters without a master
         self.is_open = False  # whether a ``scale_loss`` block is under way
         self.awaits_step = False  # whether one has ended, and no step or zeroing has come since
@@ -210,13 +210,13 @@ class OptimizerSession:
         scale = 1.0 if scaler.is_identity else scaler.scale
         is_local = self._reduced_at != self._reductions.unreduced  # some are this rank's alone
         carry = scale if may_reduce and is_local else None
-        self.halves.take_in()  # may refuse before anything is moved
+        self.gradients.take_in()  # may refuse before anything is moved
         self.exit = block_exit or Exit()
         self.is_open = True  # for `undo`, which takes back as much as was done
         self.direct.begin(own, scale if is_held_open else carry, may_be_overwritten=may_reduce)
         if self.table.is_fresh:
             self._start_weights()
-        self.halves.begin(carry)
+        self.gradients.begin(carry)
 
     def _start_weights(self) -> None:
         self.table.start(from_halves=self._reductions.are_by_hand)
@@ -228,7 +228,7 @@ class OptimizerSession:
         self.norm = None
         try:
             if self.is_open:
-                run_all((self.direct.put_back, self.halves.put_back))
+                run_all((self.direct.put_back, self.gradients.put_back))
         except Exception:  # whatever could not be restored: the next block begins clean
             self.is_open = False
             raise
@@ -250,15 +250,15 @@ class OptimizerSession:
         """
         found_inf = self._census(scaler, note, is_reduced=is_reduced)
         self.direct.merge(factor)
-        if self.halves.may_have_bases:
-            self.halves.show_missing()
+        if self.gradients.may_have_bases:
+            self.gradients.show_missing()
         return found_inf
 
     def _census(
         self, scaler: LossScaler, note: GradientNote, *, is_reduced: bool
     ) -> torch.Tensor | None:
         self._scaled_norm = None
-        self.halves.read_new()
+        self.gradients.read_new()
         leaves = self._leaves
         if self._has_claimed:
             own = {*map(id, self.direct.params), *map(id, self.table.halves)}
@@ -272,7 +272,7 @@ class OptimizerSession:
         # What is another optimizer's as well counts in this one's norm, and is not read here.
         wants_norm = (self.clips or self.has_clipped) and not self._has_claimed
         grads, census = self.look(leaves, scaler.device, note, with_norm=wants_norm)
-        norm, has_earlier = census.norm, self.direct.has_earlier or self.halves.has_earlier
+        norm, has_earlier = census.norm, self.direct.has_earlier or self.gradients.has_earlier
         if norm is None or has_earlier:
             return census.found_inf
         # Squares of scaled gradients may have overflowed; those of float16 ones cannot.
@@ -299,7 +299,7 @@ class OptimizerSession:
         Unless it ``is_joint`` what this rank has found, who may be the only one to look.
         """
         params = leaves
-        grads: Any = self.halves.new_of(leaves)
+        grads: Any = self.gradients.new_of(leaves)
         if grads is None or any(map(is_, grads, repeat(None))):
             params, grads = with_gradients(leaves)
         census = self._ops.census(grads, device, with_norm=with_norm)
@@ -315,9 +315,9 @@ class OptimizerSession:
         if is_reduced:
             self._reduced_at = self._reductions.unreduced
         self.direct.commit()
-        self.halves.commit(factor)
+        self.gradients.commit(factor)
         norm = self._scaled_norm
-        if norm is not None and self.halves.state is not State.MADE:
+        if norm is not None and self.gradients.state is not State.MADE:
             # As a power of two the factor makes no difference to when it is applied.
             norm = norm if factor is None else norm * factor.to(norm.device)
             self.norm = norm, *self._marks()
@@ -334,7 +334,7 @@ class OptimizerSession:
     def holds_any(self, *, of_blocks: bool = True) -> bool:
         """Whether gradients from before are left; those that the script zeroed do not count."""
         own = self.direct_params()
-        return self.direct.holds_gradient(own, of_blocks=of_blocks) or self.halves.holds_gradient
+        return self.direct.holds_gradient(own, of_blocks=of_blocks) or self.gradients.holds_gradient
 
     def is_within_step(self) -> bool:
         """Whether gradients of a block wait for their step, neither dropped nor zeroed."""
@@ -342,8 +342,8 @@ class OptimizerSession:
 
     def _marks(self) -> tuple[int, list[Any], list[int]]:
         grads = list(map(grad_of, self._direct_params))
-        marks = versions_of(grads) + addresses_of(grads + self.halves.seen)
-        return self.halves.changes, grads, marks
+        marks = versions_of(grads) + addresses_of(grads + self.gradients.seen)
+        return self.gradients.changes, grads, marks
 
     def take_norm(self) -> torch.Tensor | None:
         """The norm of the gradients as they are, if a census tells; they will be clipped by it."""
@@ -359,27 +359,27 @@ class OptimizerSession:
     def read_back_shown(self) -> None:
         """Take in what a script did to gradients that are shown unscaled; all ranks call it."""
         if self.overflowed():
-            self.halves.note_all()  # no step will use them
+            self.gradients.note_all()  # no step will use them
         else:
             splits = self.splits if self.splits.concern(self.table.halves) else None
-            self.halves.take_in(splits, looks=True)
+            self.gradients.take_in(splits, looks=True)
 
     def fill_with_zeros(self, original: Callable[[], Any]) -> Any:
         """Fill every gradient of this optimizer with zeros, the model's half ones included."""
         self.finish_interrupted()
         self.reset()
         self.direct.forget()
-        self.halves.zero()  # and are nobody's, since the optimizer would widen them
+        self.gradients.zero()  # and are nobody's, since the optimizer would widen them
         try:
             return original()
         finally:
-            self.halves.be_zeros()
+            self.gradients.be_zeros()
 
     def drop_gradients(self) -> None:
         """Drop all that masters have, and the model's half ones, and what was set aside."""
         self.finish_interrupted()
         self.direct.forget()
-        self.halves.drop()
+        self.gradients.drop()
         self.reset()
 
     # -- an overflow -------------------------------------------------------------------------
@@ -431,7 +431,7 @@ class OptimizerSession:
         But where kernels take half weights for the truth: these start from them.
         """
         self.check_outside_block("optimizer.step()")
-        if self.halves.is_shown:
+        if self.gradients.is_shown:
             self.read_back_shown()
         table = self.table
         table.adopt()
@@ -444,7 +444,7 @@ class OptimizerSession:
     def finish_step(self) -> None:
         """Use the gradients up, taken or not."""
         self.clips, self.has_clipped = False, self.clips
-        self.halves.spend()
+        self.gradients.spend()
         self.table.is_stepping = False
         self.reset()
 

@@ -147,7 +147,7 @@ class Clipping(Detector):
             for session in engine.sessions.values():
                 own = {id(param) for param in session.params()}
                 direct = [param for param in present if id(param) in own]
-                twins = map(session.table.of_half, () if session.halves.is_shown else present)
+                twins = map(session.table.of_half, () if session.gradients.is_shown else present)
                 halves = [twin.half for twin in twins if twin is not None]
                 both, scale = [*direct, *halves], engine.loss_scale()
                 if both and session.is_open:
