@@ -87,8 +87,8 @@ class Plan:
             same = seen.setdefault(id(row), number)
             if row:
                 found[number] = _places_of(row) if same == number else found[same]
-                if not found[number].all():
-                    _check_memory(self.rows)
+        if np.count_nonzero(found) < len(self.places) * sum(map(bool, self.rows)):
+            _check_memory(self.rows)
         return found
 
     @property
@@ -177,7 +177,7 @@ class Standing:
                 self.works, self._grads = [], None
                 return False
             plan.at[GRADS] = own = _places_of(plan.rows[GRADS])
-            if not own.all():
+            if np.count_nonzero(own) < len(own):
                 _check_memory(plan.rows)
         return True
 
