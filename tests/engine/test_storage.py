@@ -222,12 +222,11 @@ def test_masters_of_another_level_may_be_split() -> None:
 
 def test_float16_weights_beyond_its_range_are_named() -> None:
     run = Run("O2", "FusedAdam", starts=False, storage="split")
-    with torch.no_grad():
-        run.model.last.weight[0, 0] = 65520.0
+    run.model.last.weight.data[0, 0] = 65520.0
     with refused(BOOK, "beyond float16", run.model, run.optimizer):
         run.initialize()
-    with torch.no_grad():
-        run.model.last.weight[0, 0] = 65519.0  # which float16 rounds to 65504
+    # One that float16 rounds to 65504, and infinity, which it has
+    run.model.last.weight.data[0, :2] = torch.tensor([65519.0, torch.inf])
     run.initialize()
     state = run.model.state_dict()
     state["last.weight"][0, 0] = 65520.0

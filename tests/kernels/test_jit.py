@@ -232,6 +232,7 @@ def test_tensors_without_memory_are_left_to_torch() -> None:
 
     assert torch.func.functionalize(doubled)(torch.ones(3)).tolist() == [2.0] * 3
     freed = torch.ones(100)
+    JIT.census([freed], CPU)  # guards know it from now on
     cast("Any", freed.untyped_storage()).resize_(0)
     with pytest.raises(RuntimeError, match=r"not allocated|has no memory"):
         JIT.census([freed], CPU)
