@@ -453,8 +453,8 @@ def trained(level: str, storage: str, seed: int) -> SavedRun:
     run = SavedRun(level, "FusedAdam", seed=seed, storage=storage)
     # It cannot be written to, since its elements share memory.
     run.models[0].register_buffer("mask", torch.ones(1, 4).expand(4, 4), persistent=False)
-    run.play(2 * STEP)
-    run.schedulers = [Scheduler()]
+    run.play((2 + seed) * STEP)
+    run.schedulers = [*run.schedulers, Scheduler()]
     return run
 
 

@@ -59,18 +59,19 @@ class Counting(optim.SGD):
         return super().step(closure)
 
 
-def test_state_of_no_parameter(tmp_path: Path) -> None:
+def test_state_of_no_parameter_and_of_another_dtype(tmp_path: Path) -> None:
     def make() -> tuple[nn.Module, optim.Optimizer]:
         model = nn.Linear(2, 2)
         return model, Counting(model.parameters(), lr=0.1)
 
     model, optimizer = make()
     optimizer.step()
-    optimizer.step()
+    optimizer.state[model.weight]["mean"] = mean = torch.full((2, 2), 0.1, dtype=torch.float64)
     preamp.save_checkpoint(tmp_path / "a.safetensors", model, optimizer)
     model, optimizer = make()
     preamp.load_checkpoint(tmp_path / "a.safetensors", model, optimizer)
-    assert optimizer.state["calls"] == 2  # type: ignore[comparison-overlap]
+    assert optimizer.state["calls"] == 1  # type: ignore[comparison-overlap]
+    assert same(optimizer.state[model.weight]["mean"], mean)
 
 
 class Tied(nn.Module):

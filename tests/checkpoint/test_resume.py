@@ -66,6 +66,7 @@ def check_resume(
     resumed = SavedRun(level, *names, seed=1, **options)
     resumed.play("random_backward 0 inf; random_backward")  # what is there is replaced
     assert resumed.load(path) == {"seed": 0}
+    assert not any(g is not None for grads in resumed.numbers()["gradients"] for g in grads)
     assert same(without_gradients(resumed.numbers()), without_gradients(saved))
     resumed.play(after)
     assert same(without_gradients(resumed.numbers()), without_gradients(expected))
