@@ -396,7 +396,9 @@ def test_a_folder_and_a_missing_file(disk: Disk) -> None:
         run.load(disk.folder)
     with unchanged(run), pytest.raises(FileNotFoundError, match="There is no other complete"):
         run.load(nowhere)
-    disk.save(1.0)
+    for path in (disk.path, disk.of("damaged"), disk.folder / ".hidden"):  # as one under way is
+        disk.save(1.0, path)
+    disk.of("damaged").write_bytes(disk.of("damaged").read_bytes()[:-1] + b"?")
     with unchanged(run), pytest.raises(FileNotFoundError, match=r"run_1\..*, the newest"):
         run.load(nowhere)
 
