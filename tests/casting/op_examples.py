@@ -63,10 +63,6 @@ def _matrix_pair() -> tuple[Any, ...]:
     return (_square(1), _square(2))
 
 
-def _vector_pair() -> tuple[Any, ...]:
-    return (_vector(1), _vector(2))
-
-
 _CALLS: dict[str, Callable[[], tuple[Any, ...]]] = {
     **{f"conv{d}d": (lambda d=d: (_image(d), _kernel(d))) for d in (1, 2, 3)},
     **{f"conv_transpose{d}d": (lambda d=d: (_image(d), _kernel(d))) for d in (1, 2, 3)},
@@ -159,7 +155,9 @@ _CALLS: dict[str, Callable[[], tuple[Any, ...]]] = {
     **dict.fromkeys(
         ["addcdiv", "addcmul", "addcdiv_", "addcmul_"], lambda: (_square(0), _square(1), _square(2))
     ),
-    **dict.fromkeys(["dot", "vdot", "inner", "kron", "outer", "ger"], _vector_pair),
+    **dict.fromkeys(
+        ["dot", "vdot", "inner", "kron", "outer", "ger"], lambda: (_vector(1), _vector(2))
+    ),
     "index_copy": lambda: (_square(), 0, torch.tensor([2, 0]), _square(1)[:2]),
     "index_put": lambda: (_square(), (torch.tensor([2, 0]),), _square(1)[:2]),
     "scatter_add": lambda: (_square(), 0, torch.tensor([[0, 1, 2, 0]]), _square(1)[:1]),

@@ -43,6 +43,18 @@ def test_a_pickled_model_needs_no_preamp(level: str) -> None:
     assert same(weights(made), dict(model.state_dict()))
 
 
+@MASTERS
+@calls
+def test_tied_weights_stay_tied(level: str, call: Any) -> None:
+    def tied() -> nn.Module:
+        model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        model[0].weight = model[1].weight.requires_grad_(False)  # so that they have no master
+        return model
+
+    made = call(started(level, model=tied)[0])
+    assert made[0].weight is made[1].weight
+
+
 # -- optimizers of other kinds -----------------------------------------------------------------
 
 

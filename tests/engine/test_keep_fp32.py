@@ -91,10 +91,6 @@ NORM = {"norm.weight", "norm.bias"}
 HEAD = {"head.weight", "head.bias"}
 
 
-def is_wide_bias(name: str, tensor: torch.Tensor) -> bool:
-    return name.endswith("bias") and tensor.numel() == 11
-
-
 SELECTIONS: dict[str, tuple[Any, set[str]]] = {
     "a type": (nn.LayerNorm, NORM),
     "a type of one's own, and all in it": (Gate, GATE),
@@ -103,7 +99,7 @@ SELECTIONS: dict[str, tuple[Any, set[str]]] = {
     "a pattern for parameters": ("gate.*", GATE),
     "one parameter of a module": ("gate.bias", {"gate.bias"}),
     "one parameter of a layer": ("head.bias", HEAD),
-    "a predicate": (is_wide_bias, HEAD),
+    "a predicate": (lambda name, tensor: name.endswith("bias") and tensor.numel() == 11, HEAD),
     "a predicate that finds nothing": (lambda name, tensor: False, set()),
     "a layer of several weights": ("attention.out_proj.bias", ATTENTION),
     "a recurrent layer": (nn.RNNBase, RECURRENT),

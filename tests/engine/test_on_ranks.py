@@ -375,13 +375,10 @@ def _halve(params: list[Any]) -> None:
         param.grad.mul_(0.5)
 
 
-def _clip(params: list[Any]) -> None:
-    torch.nn.utils.clip_grad_norm_(params, 0.25)
-
-
 def under_fully_shard(rank: int) -> dict[str, list[Any]]:
     """The weights and the loss scale of every case."""
-    changes = {"halve": _halve, "clip": _clip, "nothing": lambda params: None}
+    clip = functools.partial(torch.nn.utils.clip_grad_norm_, max_norm=0.25)
+    changes = {"halve": _halve, "clip": clip, "nothing": lambda params: None}
     return {
         f"{level} {name}": _sharded(level, rank, change)
         for level in (*WITH_MASTERS, "O0")
