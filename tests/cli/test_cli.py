@@ -289,10 +289,6 @@ def printed(monkeypatch: pytest.MonkeyPatch, columns: int, *arguments: str) -> s
     return done.output
 
 
-def widest(text: str) -> int:
-    return max(cell_len(line.rstrip()) for line in text.splitlines())
-
-
 @COLUMNS
 @pytest.mark.parametrize("command", COMMANDS)
 def test_commands_follow_columns(
@@ -300,9 +296,9 @@ def test_commands_follow_columns(
 ) -> None:
     text = printed(monkeypatch, columns, *COMMANDS[command])
     code = [line for line in text.splitlines() if line.startswith("  ") and "preamp" in line]
-    prose = "\n".join(line for line in text.splitlines() if line not in code)
-    assert 20 < widest(prose) <= columns
-    assert "…" not in prose.replace("xpu, …", "")
+    prose = [line.rstrip() for line in text.splitlines() if line not in code]
+    assert 20 < max(map(cell_len, prose)) <= columns
+    assert "…" not in "".join(prose).replace("xpu, …", "")
 
 
 @pytest.mark.parametrize("columns", [40, 60, 80])

@@ -45,10 +45,6 @@ def fresh_compiler() -> None:
     torch._dynamo.utils.counters.clear()
 
 
-def graph_breaks() -> dict[str, int]:
-    return dict(torch._dynamo.utils.counters["graph_break"])
-
-
 def graphs() -> int:
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
@@ -153,7 +149,7 @@ def test_compiled_training_is_the_same(name: str, level: str) -> None:
     preamp.engine_of(training.model).scaler(0).set_scale(32.0)  # a number, and not traced again
     losses += training.run(4)[2:]
     if name != "before initialize":
-        assert bool(graph_breaks()) is not way.is_whole(level)
+        assert bool(torch._dynamo.utils.counters["graph_break"]) is not way.is_whole(level)
         one = first == 1 or way.loss is of_a_model  # beside which torch traces the model's hooks
         assert (graphs() == first and one) or not way.is_whole(level), "traced again"
     if MEASURED.items() <= way.options.items():

@@ -17,7 +17,8 @@ import preamp
 import preamp.optimizers
 from cases.levels import WITH_MASTERS
 from cases.tolerances import assert_same
-from kit.loops import scaled_backward
+from kit.compare import halves_match
+from kit.loops import scaled_backward, started, train_step
 
 with_masters = pytest.mark.parametrize("level", WITH_MASTERS)
 
@@ -105,3 +106,13 @@ def test_exact_weights_within_exact_weights(level: str) -> None:
     assert_same(optimizer.param_groups[0]["params"][1].detach(), model.state_dict()["trained.bias"])
     with engine.exact_weights():
         assert model.trained.bias.dtype is torch.float32
+
+
+@with_masters
+def test_a_step_that_fails_half_way_leaves_no_stale_half_weight(level: str) -> None:
+    model, optimizer = started(level)
+    train_step(model, optimizer, 0)
+    list(optimizer.state.values())[-1]["momentum_buffer"] = torch.ones(7, 7)
+    with pytest.raises(RuntimeError, match="size"):
+        train_step(model, optimizer, 1)
+    assert halves_match(model)

@@ -40,11 +40,7 @@ def steps_of(kept: History) -> list[int]:
 
 
 def open_files() -> set[str]:
-    return {os.readlink(f"/proc/self/fd/{n}") for n in os.listdir("/proc/self/fd") if _is_open(n)}
-
-
-def _is_open(number: str) -> bool:
-    return os.path.exists(f"/proc/self/fd/{number}")
+    return {str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.exists()}
 
 
 needs_proc = pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="needs /proc")
