@@ -246,10 +246,6 @@ def _two_forwards_through_different_parts(model: Any, rank: int) -> None:
     out.backward()
 
 
-def _one_part_by_each_rank(model: Any, rank: int) -> None:
-    model(batch(rank), ("first", "second")[rank]).square().sum().backward()
-
-
 def _after_a_backward_that_failed(model: Any, rank: int) -> None:
     def fail(grad: torch.Tensor) -> None:
         raise ZeroDivisionError
@@ -272,7 +268,7 @@ USES: tuple[Use, ...] = (
     _twice_through_one_forward,
     _two_forwards_two_backwards,
     _two_forwards_through_different_parts,
-    _one_part_by_each_rank,
+    lambda model, rank: model(batch(rank), ("first", "second")[rank]).square().sum().backward(),
     _after_a_backward_that_failed,
     _both_batches_through_the_first,  # the second part has no gradient
 )

@@ -141,6 +141,17 @@ def test_norm_and_clipped_gradients(level: str, order: float) -> None:
         assert_same(master.grad.float(), grad)
 
 
+@pytest.mark.parametrize("order", ORDERS)
+def test_float64_and_empty_gradients_beside_half_ones(order: float) -> None:
+    weights = torch.zeros(5).double(), torch.zeros(0).half(), torch.zeros(90_000).half()
+    optimizer = torch.optim.SGD(map(nn.Parameter, weights), lr=1.0)
+    preamp.initialize(nn.Linear(1, 1), optimizer, opt_level="O3", verbosity=0)
+    for weight in optimizer.param_groups[0]["params"]:
+        weight.grad = torch.ones_like(weight)
+    norm = preamp.clip_grad_norm_(optimizer, 1e9, norm_type=order)
+    assert float(norm) == pytest.approx(exact_norm([torch.ones(90_005)], order), rel=1e-5)
+
+
 # -- the norm that the census takes along ----------------------------------------------------------
 
 

@@ -24,21 +24,19 @@ levels = pytest.mark.parametrize("level", LEVEL_NAMES)
 with_masters = pytest.mark.parametrize("level", WITH_MASTERS)
 
 
-def plain_params(pair: Pair) -> list[torch.Tensor]:
-    return [p for group in pair.plain_optimizer.param_groups for p in group["params"]]
-
-
 # -- those of masters, which are made when somebody looks ------------------------------------------
 
 
 @with_masters
 def test_master_gradients_are_made_when_read(level: str) -> None:
-    pair = Pair(level)
+    pair = Pair(level, loss_scale=1.0)
     pair.backward(0)
     assert set(map(stored_grad, pair.masters)) == {None}
     first = pair.masters[0]
-    assert_same(first.grad, plain_params(pair)[0].grad)
+    assert_same(first.grad, pair.plain_optimizer.param_groups[0]["params"][0].grad)
     assert None not in map(stored_grad, pair.masters)
+    for param in (*pair.model.parameters(), *pair.plain.parameters()):
+        param.grad.mul_(2.0)  # counts, as there is no loss scale
     pair.step()
     assert set(map(stored_grad, pair.masters)) == {None}
     assert all(master.grad is None for master in pair.masters)

@@ -588,10 +588,6 @@ def test_what_fails_is_made_small(monkeypatch: pytest.MonkeyPatch) -> None:
     assert case.program == [Backward("q", 1)]  # a program ends with a step of each optimizer
 
 
-def _later_batch(self: World, parts: str, index: int, *, poison: bool = False) -> None:
-    _THEIRS(self, parts, index + 1, poison=poison)
-
-
 def _overflow_missed(self: World, i: int, scaler: Any = None) -> None:
     self.overflowed[i] = False
     _STEP(self, i, scaler)
@@ -599,7 +595,7 @@ def _overflow_missed(self: World, i: int, scaler: Any = None) -> None:
 
 _THEIRS, _STEP = World.theirs, World.step
 PLANTED: dict[str, tuple[str, Any]] = {
-    "another batch": ("theirs", _later_batch),
+    "another batch": ("theirs", lambda self, p, i, **more: _THEIRS(self, p, i + 1, **more)),
     "an overflow that nobody saw": ("step", _overflow_missed),
     "a step not taken": ("plain_step", lambda self, optimizer: None),
     "gradients of steps before": ("end_step", lambda self, optimizer: None),
