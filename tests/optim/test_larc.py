@@ -84,7 +84,7 @@ def test_around_other_optimizers(kind: str) -> None:
     assert not torch.equal(param, torch.ones(3))
 
 
-class Twice(torch.optim.SGD):
+class Twice(FusedSGD):
     """Hooks run in both of its steps."""
 
     def step(self, closure: Any = None) -> Any:
@@ -92,10 +92,10 @@ class Twice(torch.optim.SGD):
 
 
 def test_an_optimizer_whose_hooks_run_twice_is_adapted_once() -> None:
-    params = [nn.Parameter(torch.ones(3)) for _ in range(2)]
-    for param, kind in zip(params, (torch.optim.SGD, Twice), strict=True):
-        param.grad = torch.ones(3)
-        LARC(kind([param], lr=0.1, weight_decay=0.1)).step()
+    params = [nn.Parameter(torch.tensor(1.0)) for _ in range(2)]
+    for param, kind in zip(params, (FusedSGD, Twice), strict=True):
+        param.grad = torch.tensor(1.0)
+        LARC(kind([param], lr=torch.tensor([0.1]), weight_decay=0.1)).step()  # as a number is
     assert_same(*(param.detach() for param in params))
 
 
