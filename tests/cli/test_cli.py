@@ -298,7 +298,7 @@ def test_commands_follow_columns(
     code = [line for line in text.splitlines() if line.startswith("  ") and "preamp" in line]
     prose = [line.rstrip() for line in text.splitlines() if line not in code]
     assert 20 < max(map(cell_len, prose)) <= columns
-    assert "…" not in "".join(prose).replace("xpu, …", "")
+    assert "…" not in "\n".join(prose).replace("xpu, …", "")
 
 
 @pytest.mark.parametrize("columns", [40, 60, 80])

@@ -251,9 +251,16 @@ def restore(content: Mapping[str, Any], subjects: Subjects, states: Any) -> None
 
 def _prepare_engines(saved: Sequence[Mapping[str, Any]], subjects: Subjects) -> list[Apply]:
     applies: list[Apply] = [partial(drop_gradients, engine) for engine in subjects.engines]
+    applies.append(partial(_drop_gradients, subjects))
     for engine, entry in zip(subjects.engines, saved, strict=False):
         applies.append(prepare_engine(engine, entry))
     return applies
+
+
+def _drop_gradients(subjects: Subjects) -> None:
+    """Also those that no engine knows of."""
+    for _, param in subjects.named_params():
+        param.grad = None
 
 
 def _load_parts(content: Mapping[str, Any], subjects: Subjects, undo: UndoStack) -> None:

@@ -28,10 +28,9 @@ def _on_each(op: str, decides: int = 0) -> Any:
     """
 
     def run(self: ByDevice, *given: Any) -> Any:
-        if has_sharded(given[decides]):
-            given = tuple(
-                [locals_of(cast("Tensors", a)) if isinstance(a, Sequence) else a for a in given]
-            )
+        given = tuple(
+            [locals_of(cast("Tensors", a)) if isinstance(a, Sequence) else a for a in given]
+        )
         found: dict[int, Any] = {}
         for where, places in _by_device(given[decides]).items():
             results = getattr(self.on(where), op)(*pick(places, *given))

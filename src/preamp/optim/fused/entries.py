@@ -61,7 +61,8 @@ class Entries:
     factors: list[torch.Tensor | None] | None = None
     twins: list[Twin | None] | None = None
     lows: list[torch.Tensor | None] | None = None  # of split masters what is beside half weights
-    are_alike: bool = False  # whether all go into one batch, as far as is known already
+    # Whether all go into one batch, and masters are neighbours, as far as is known already
+    are_alike: bool = False
 
     @classmethod
     def of_rows(cls, rows: Iterable[Row]) -> Entries:
@@ -121,7 +122,7 @@ class Entries:
         twins = cast("list[Twin] | None", self.twins)  # all or none of a batch are masters
         if twins is None:
             return
-        if self.are_alike:  # then they are neighbours
+        if self.are_alike:
             twins[0].table.note_rounded(twins[0].row, twins[-1].row + 1)
             return
         for twin in twins:
