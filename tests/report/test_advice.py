@@ -323,7 +323,7 @@ def test_what_is_advised_for_a_loss_that_is_not_finite_is_accepted(level: str) -
 
 def test_a_run_that_overflows_at_its_floor_is_told_so() -> None:
     run = Run("O2", min_loss_scale=2.0**14, numerics="light").play(*3 * ["backward 0 inf; step"])
-    assert "down to 2¹⁴" in advice_on(list(run.engine.history))
+    assert "every scale from 2¹⁶ down to 2¹⁴" in advice_on(list(run.engine.history))
 
 
 # -- runs that really trained with a planted fault --------------------------------------------

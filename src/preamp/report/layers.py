@@ -43,9 +43,7 @@ def zeros(tensors: Tensors) -> float:
 
 def _part(tensors: Tensors, counts: Sequence[int]) -> float:
     nonzero = sum(t.nonzero for t in tensors)
-    if nonzero:
-        return sum(counts) / nonzero
-    return math.nan if any(t.elements for t in tensors) else 0.0
+    return sum(counts) / nonzero if nonzero else math.nan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
