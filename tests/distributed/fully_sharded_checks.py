@@ -168,6 +168,8 @@ def check_a_step_costs_one_small_all_reduce() -> None:
                 sizes.clear()
                 with pytest.MonkeyPatch.context() as patch:
                     patch.setattr(dist, "all_reduce", all_reduce)
+                    if number:  # ranks are compared in the first forward, and not again
+                        patch.delattr(dist, "all_gather")
                     run.backward()
                     norms.append(preamp.clip_grad_norm_(run.optimizer, 0.5))
                     run.play("step; zero")

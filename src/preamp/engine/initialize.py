@@ -361,9 +361,9 @@ def _attach(engine: Engine) -> None:
         engine.process_undo.hold(names)
         names.hold()
     copies = Copies(engine)
+    engine.reductions.comparison = RankComparison(engine)
     for model in engine.models:
         _hook_model(engine, model, copies)
-    engine.reductions.comparison = RankComparison(engine)
     _install_function_casts(engine)
     for session in engine.sessions.values():
         check_joins = functools.partial(checks.check_joins, engine, session)

@@ -67,8 +67,8 @@ class Reductions:
         # Wrappers that ran in evaluation mode, whose ranks were not compared yet
         self.unasked: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
         # Called for each wrapper and each sharded model, on all of its ranks, once and again
-        # after `compare_again`
-        self.comparison: Comparison | None = None
+        # after `compare_again`; there before a model is hooked
+        self.comparison: Comparison
 
     def note(self, model: nn.Module) -> None:
         """Look at the forward of ``model`` that begins; at the first in training compare ranks.
@@ -78,7 +78,7 @@ class Reductions:
         """
         if self.on_forward is not None:
             self.on_forward()
-        if self._is_new(model) and self.comparison is not None:
+        if self._is_new(model):
             self.comparison.of_shards(model)
             self._agreed.add(model)
         wrapper = active_data_parallel()
@@ -120,7 +120,7 @@ class Reductions:
         self._agreed.clear()
 
     def _compare(self, wrapper: DistributedDataParallel) -> None:
-        if self.comparison is not None and not is_joining(wrapper):
+        if not is_joining(wrapper):
             self.comparison.of_wrapper(wrapper)
             self._agreed.add(wrapper)
 
