@@ -56,13 +56,17 @@ def with_gradients(params: Iterable[Any]) -> tuple[list[Any], list[Any]]:
 
 
 def devices_of(tensors: Sequence[torch.Tensor | None]) -> set[torch.device]:
-    """The devices of those that are not ``None``."""
+    """The devices of those that are not ``None``.
+
+    A process has one kind of accelerators, so that numbers tell its devices apart, at half the
+    price of asking for them. What has no number may lie in the host's memory, or on ``meta``.
+    """
     try:
         numbers = set(map(_device_number, tensors))
     except TypeError:  # there is a None
         return kinds_of(device_of, tensors)
-    # Half the price of asking for devices; two kinds of accelerators might share a number.
-    return kinds_of(device_of, tensors if len(numbers) > 1 else tensors[:1])
+    is_one = len(numbers) == 1 and -1 not in numbers
+    return kinds_of(device_of, tensors[:1] if is_one else tensors)
 
 
 def are_same(some: Collection[object], others: Collection[object]) -> bool:

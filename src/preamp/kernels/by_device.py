@@ -156,7 +156,7 @@ def _own_parts(lists: Sequence[Tensors], update: Update) -> tuple[Sequence[Tenso
 
 def _by_device(tensors: Tensors) -> dict[torch.device, Sequence[int]]:
     """Where the tensors of each device stand."""
-    devices = devices_of(tensors) | {tensor.device for tensor in tensors[-1:]}
+    devices = devices_of(tensors)
     if len(devices) < 2:
         return dict.fromkeys(devices, range(len(tensors)))
     groups: dict[torch.device, list[int]] = {}
