@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What a fused step knows of its lists from the last one hides nothing done in between."""
 
+import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -43,6 +44,10 @@ CHANGES: dict[str, Change] = {
         exp_avg=state[params[1]]["exp_avg"].half() * 2
     ),
     "a moment has other memory": lambda weights, params, state: _moved_state(state[params[1]]),
+    "a moment is transposed": lambda weights, params, state: state[params[0]]["exp_avg"].t_(),
+    "a weight is transposed": lambda weights, params, state: setattr(
+        weights[0], "data", weights[0].data.t()
+    ),
     "a moment is gone": lambda weights, params, state: state[params[1]].pop("exp_avg"),
     "a state is another dict": lambda weights, params, state: state.update(
         {params[1]: {key: value.clone() for key, value in state[params[1]].items()}}
@@ -58,12 +63,12 @@ QUIET = ("nothing", "a state is another dict")
 def _trained(level: str, storage: Any, change: Change, *, forgets: bool) -> list[torch.Tensor]:
     """All that training has left after a change between two steps."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3))
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3))
     optimizer = FusedAdam(model.parameters(), lr=0.1)
     preamp.initialize(model, optimizer, opt_level=level, storage=storage, verbosity=0)
     weights, params = list(model.parameters()), optimizer.param_groups[0]["params"]
     for step in range(5):
-        with preamp.scale_loss(model(torch.ones(2, 6) * step).float().sum(), optimizer) as loss:
+        with preamp.scale_loss(model(torch.ones(2, 6) * step).float().mean(), optimizer) as loss:
             loss.backward()
         if step == 3:
             with torch.no_grad():
@@ -93,7 +98,7 @@ def test_a_change_between_two_steps_counts(level: str, storage: Any, change: str
 
 
 def test_lists_are_known_from_the_third_step_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Then no place is looked at in Python, and no list sorted."""
+    """Then no place is looked at in Python, no list sorted, and by a refused step none kept."""
     param = nn.Parameter(torch.ones(3))
     optimizer = FusedAdam([param])
     for step in range(4):
@@ -101,6 +106,19 @@ def test_lists_are_known_from_the_third_step_on(monkeypatch: pytest.MonkeyPatch)
         if step == 2:
             monkeypatch.setattr("preamp.kernels.works.planned", None)
         optimizer.step()
+    moment = weakref.ref(optimizer.state[param]["exp_avg"])
+    cast("Any", param.grad).untyped_storage().resize_(0)
+    with pytest.raises(preamp.PreampStateError, match="has no memory"):
+        optimizer.step()
+    optimizer.state.clear()
+    assert moment() is None
+
+
+def test_parameters_on_meta_do_not_stop_a_step_of_others() -> None:
+    there, here = nn.Parameter(torch.ones(2, device="meta")), nn.Parameter(torch.ones(2))
+    there.grad, here.grad = torch.ones_like(there), torch.ones_like(here)
+    FusedAdam([there, here], lr=0.5).step()
+    torch.testing.assert_close(here.detach(), torch.full((2,), 0.5))
 
 
 @pytest.mark.parametrize("level", WITH_MASTERS)

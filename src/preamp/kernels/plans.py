@@ -9,8 +9,9 @@ Lists come again in every step, and each tensor is asked as little as can be. Wh
 into is remembered with torch's guards, which compilers use: these compare type, dtype, device,
 sizes and strides of each tensor with what one in its place was, in a tenth of the time that Python
 takes, and keep none alive. Of lists that an optimizer knows to hold the very same tensors
-(`Standing`) only gradients are guarded, which have their parameters' shape, dtype and strides.
-Guards do not see freed storage, so addresses are asked in any case.
+(`Standing`) only gradients are guarded, which have their parameters' shape and dtype; square ones
+are asked for their strides, since a script may have transposed them where they lie. Guards do not
+see freed storage, so addresses are asked in any case.
 """
 
 from __future__ import annotations
@@ -77,12 +78,12 @@ class Plan:
         ]
 
     def addresses(self) -> np.ndarray:
-        """Where the tensors of each list lie now; that of an empty tensor is zero.
+        """The address of each tensor, list by list; zero for an empty tensor.
 
         Raises `PreampStateError` for a tensor whose storage was freed.
         """
         found = np.zeros((len(self.rows), len(self.places)), np.int64)
-        seen = dict[int, int]()  # a target is often its own source
+        seen = dict[int, int]()  # one list may be source and target
         for number, row in enumerate(self.rows):
             same = seen.setdefault(id(row), number)
             if row:
@@ -159,37 +160,51 @@ class Standing:
     def __init__(self) -> None:
         self.works: list[Any] = []
         self._told: Any = None
-        self._at: list[list[bytes]] = []
+        # Of each work which places are square, and where all but gradients lie
+        self._at: list[tuple[list[int], list[Any]]] = []
         self._grads: _Known | None = None
 
     def recall(self, lists: Sequence[Any], told: Any) -> bool:
         """Whether works may be started again, with their lists, and where their gradients lie.
 
         That is so if the update is ``told`` the same, gradients are as they were, and the others
-        where they were.
+        where they were. Else works, which may have lists by now, are forgotten.
         """
-        if self._grads is None or self._told != told or not self._grads.is_of([lists[GRADS]]):
+        grads, self._grads = self._grads, None
+        works, self.works = self.works, []
+        if grads is None or self._told != told or not grads.is_of([lists[GRADS]]):
             return False
-        for work, fixed in zip(self.works, self._at, strict=True):
+        for work, (squares, fixed) in zip(works, self._at, strict=True):
             plan: Plan = work.plan
             plan.take(lists)
-            if _without_grads(plan) != fixed:
-                self.works, self._grads = [], None
+            if _without_grads(plan, squares) != fixed:
                 return False
             plan.at[GRADS] = own = _places_of(plan.rows[GRADS])
             if np.count_nonzero(own) < len(own):
                 _check_memory(plan.rows)
+        self._grads, self.works = grads, works
         return True
 
     def note(self, lists: Sequence[Any], told: Any, works: Sequence[Any]) -> None:
         """Remember the works that all places of ``lists`` were sorted into."""
         self._told, self.works = told, [*works]
-        self._at = [_without_grads(work.plan) for work in works]
+        self._at = []
+        for plan in [cast("Plan", work.plan) for work in works]:
+            squares = [n for n, param in enumerate(plan.rows[0]) if _is_square(param)]
+            self._at.append((squares, _without_grads(plan, squares)))
         self._grads = _Known([lists[GRADS]], [], [])
 
 
-def _without_grads(plan: Plan) -> list[bytes]:
-    return [_places_of(row).tobytes() for n, row in enumerate(plan.rows) if n != GRADS]
+def _is_square(tensor: torch.Tensor) -> bool:
+    """Whether it has the same shape when it is transposed."""
+    sizes = [size for size in tensor.shape if size > 1]
+    return len(set(sizes)) < len(sizes)
+
+
+def _without_grads(plan: Plan, squares: Sequence[int]) -> list[Any]:
+    """Where the tensors of all lists but gradients lie, and the strides of square ones."""
+    rows = [row for number, row in enumerate(plan.rows) if row and number != GRADS]
+    return [(_places_of(row).tobytes(), [row[n].stride() for n in squares]) for row in rows]
 
 
 def planned(
@@ -243,7 +258,7 @@ def _kind_of(
     distinct: dict[int, Any] = {}
     pattern: list[int | None] = []
     for column in lists:
-        if not _is_there(column):
+        if not column or column[0] is None:
             if column and set(map(type, column)) != {type(None)}:
                 return None, []
             pattern.append(None)
@@ -254,10 +269,6 @@ def _kind_of(
     if _TensorGuards is None or {*map(len, distinct.values())} != {len(leaders)}:
         return None, []
     return (len(leaders), *pattern, leaders[0].shape, leaders[-1].shape, told), [*distinct.values()]
-
-
-def _is_there(column: Column | None) -> bool:
-    return bool(column) and cast("Any", column)[0] is not None
 
 
 def _sorted(
@@ -304,7 +315,8 @@ def _dtypes(
         if tensor.device != first.device or not has_memory(tensor):
             return None
     if not all([tensor.is_contiguous() for tensor in tensors]):
-        if in_order or not _walk_alike(walked):
+        orders = list(map(_steps, walked))
+        if in_order or not _is_dense(orders[0]) or any([order != orders[0] for order in orders]):
             return None
     return tuple([None if tensor is None else tensor.dtype for tensor in place])
 
@@ -322,12 +334,6 @@ def has_memory(tensor: Any) -> bool:
     except RuntimeError:
         return False
     return bool(address) or not tensor.numel()
-
-
-def _walk_alike(tensors: Tensors) -> bool:
-    """Whether the tensors are dense and have their elements in the same order."""
-    orders = [_steps(tensor) for tensor in tensors]
-    return _is_dense(orders[0]) and all([order == orders[0] for order in orders])
 
 
 def _steps(tensor: torch.Tensor) -> list[tuple[int, int]]:

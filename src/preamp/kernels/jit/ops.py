@@ -89,7 +89,7 @@ def _norms_in(plan: Plan, row: int, factor: torch.Tensor | None) -> np.ndarray:
     by = _number(1.0 if factor is None else factor)
     sums = np.empty(chunks_of(plan).table.shape[1])
     _read(plan, row, loops.sum_squares, by, sums)
-    return np.sqrt(_by_tensor(plan, sums))
+    return np.sqrt(np.bincount(chunks_of(plan).table[0], sums, len(plan.places)))
 
 
 def _largest(plan: Plan, row: int = 0) -> np.ndarray:
@@ -100,10 +100,6 @@ def _largest(plan: Plan, row: int = 0) -> np.ndarray:
     with np.errstate(invalid="ignore"):  # a nan stays
         np.maximum.at(found, chunks_of(plan).table[0], tops)
     return found
-
-
-def _by_tensor(plan: Plan, sums: np.ndarray) -> np.ndarray:
-    return np.bincount(chunks_of(plan).table[0], sums, len(plan.places))
 
 
 def _norms_of(

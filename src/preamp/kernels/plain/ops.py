@@ -145,7 +145,7 @@ class Plain(Ops):
 
         if not all(map(host_reaches, tensors)):
             return _far_norms(list(map(scaled, tensors)), 2.0, torch.float32, device)
-        norms = [norm(scaled(tensor), _real_dtype(tensor)) for tensor in tensors]
+        norms = [norm(scaled(tensor), math_dtype(tensor.real.dtype)) for tensor in tensors]
         return stack([each.to(device, torch.float32) for each in norms])
 
     # -- scaling, adding, casting ----------------------------------------------------------------
@@ -301,10 +301,6 @@ def _is_wide(columns: Sequence[Column], dtype: torch.dtype) -> bool:
 
 def _math_dtype(tensor: torch.Tensor) -> torch.dtype:
     return tensor.dtype if tensor.is_complex() else math_dtype(tensor.dtype)
-
-
-def _real_dtype(tensor: torch.Tensor) -> torch.dtype:
-    return math_dtype(tensor.dtype.to_real() if tensor.is_complex() else tensor.dtype)
 
 
 def _near(factor: Scalar, device: torch.device) -> Scalar:
