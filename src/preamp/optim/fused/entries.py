@@ -61,7 +61,7 @@ class Entries:
     factors: list[torch.Tensor | None] | None = None
     twins: list[Twin | None] | None = None
     lows: list[torch.Tensor | None] | None = None  # of split masters what is beside half weights
-    # Whether all go into one batch, and masters are neighbours, as far as is known already
+    # Whether it is known that all go into one batch; masters are neighbours then
     are_alike: bool = False
 
     @classmethod
@@ -122,8 +122,9 @@ class Entries:
         twins = cast("list[Twin] | None", self.twins)  # all or none of a batch are masters
         if twins is None:
             return
-        if self.are_alike:
-            twins[0].table.note_rounded(twins[0].row, twins[-1].row + 1)
+        table, start, stop = twins[0].table, twins[0].row, twins[0].row + len(twins)
+        if self.are_alike or are_same(twins, table.twins[start:stop]):
+            table.note_rounded(start, stop)
             return
         for twin in twins:
             twin.table.note_rounded(twin.row, twin.row + 1)
