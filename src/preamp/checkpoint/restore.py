@@ -258,7 +258,7 @@ def _prepare_engines(saved: Sequence[Mapping[str, Any]], subjects: Subjects) -> 
 
 
 def _drop_gradients(subjects: Subjects) -> None:
-    """Also those that no engine knows of."""
+    """Drop the gradients of all parameters, also of those that no engine knows of."""
     for _, param in subjects.named_params():
         param.grad = None
 

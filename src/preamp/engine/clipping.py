@@ -197,7 +197,7 @@ class _Gradients:
 
     made: list[Any]  # gradients that lie in memory as they are
     lazy: list[HalfGradients]  # of which some are half, yet to be unscaled
-    half: list[Any]  # these
+    half: list[Any]  # the half gradients of these
     factors: list[Any]  # what unscales them
     owners: list[torch.Tensor]  # the model's parameters, of the made ones and then of the others
     splits: Splits

@@ -81,8 +81,8 @@ class OptimizerSession:
         """Take over the bookkeeping of ``optimizer``; makes no masters yet."""
         self.optimizer = optimizer
         self.table = table  # its half weights with masters; without any rows at other levels
-        self.gradients = table.gradients  # of those half weights
-        self.direct = DirectGradients(ops)  # gradients of parameters without a master
+        self.gradients = table.gradients  # of half weights that have a master
+        self.direct = DirectGradients(ops)  # of all other parameters
         self.is_open = False  # whether a ``scale_loss`` block is under way
         self.awaits_step = False  # whether one has ended, and no step or zeroing has come since
         # Not zero if the next step must be skipped; ``None`` if nobody looked
