@@ -155,6 +155,7 @@ def test_modules_that_a_loss_closes_over_keep_their_gradients(is_frozen: bool) -
         return (criterion(out) + old(out)).mean()
 
     model = nn.Linear(8, 4).requires_grad_(not is_frozen)
-    assert preamp.estimate(model, "O5", None, loss_fn=loss_fn, batch=torch.ones(2, 8)).peak
+    found = preamp.estimate(model, "O5", "AdamW", loss_fn=loss_fn, batch=torch.ones(2, 8))
+    assert (found.peak or 0) >= found.on_device + found.master_gradients  # at the step
     assert all(param.grad is None for param in criterion.parameters())
     assert all(p.grad is g for p, g in zip(old.parameters(), kept, strict=True))

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -78,6 +78,7 @@ def below(values: Any, bound: float) -> int:
 
 
 @given(tensors(), st.sampled_from(HALVES), scales)
+@example(torch.tensor([1e-300, 1.0, 1e300], dtype=torch.float64), HALVES[0], 1.0)
 def test_counts_are_numpys(tensor: torch.Tensor, form: NumberFormat, scale: float) -> None:
     values, before = exactly(tensor), tensor.clone()
     finite = values[np.isfinite(values)]
