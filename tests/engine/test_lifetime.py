@@ -214,11 +214,6 @@ def _raise(*_: object) -> None:
     raise _Fault
 
 
-def _fail_in_forward(run: Run) -> None:
-    run.model.register_forward_hook(_raise)
-    run.loss()
-
-
 def _fail_in_a_block(run: Run) -> None:
     with preamp.scale_loss(run.loss(), run.optimizer):
         _raise()
@@ -235,17 +230,12 @@ def _interrupt_the_forward(run: Run) -> None:
         run.loss()
 
 
-def _fail_beside_another(run: Run) -> None:
-    Run(run.options["opt_level"]).loss()
-    _raise()
-
-
-FAILURES: list[Callable[[Run], None]] = [
-    _fail_in_forward,
+FAILURES: list[Callable[[Run], object]] = [
+    lambda run: run.model.register_forward_hook(_raise) and run.loss(),
     _fail_in_a_block,
     _fail_without_casts,
     _interrupt_the_forward,
-    _fail_beside_another,
+    lambda run: _raise(Run(run.options["opt_level"]).loss()),
     lambda run: run.initialize(loss_scale=-1),
 ]
 
@@ -253,7 +243,7 @@ FAILURES: list[Callable[[Run], None]] = [
 @pytest.mark.parametrize("level", CASTING_FUNCTIONS)
 @pytest.mark.parametrize("fail", FAILURES)
 def test_a_float32_model_in_a_session_whose_cell_failed_is_plain_torch(
-    fail: Callable[[Run], None], level: str
+    fail: Callable[[Run], object], level: str
 ) -> None:
     """The session keeps its variables and the latest traceback, and closes nothing."""
     program = "backward; clip; step; zero; iterate 1"

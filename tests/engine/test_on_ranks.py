@@ -166,14 +166,9 @@ CASES = {
 }
 
 
-def _all_of_it(run: Ranked, x: torch.Tensor, factor: float) -> None:
+def _all_of_it(run: Ranked, x: torch.Tensor, factor: float, **options: bool) -> None:
     with run.no_sync(True):
-        run.block(run.loss_of(x) * factor)
-
-
-def _left_scaled(run: Ranked, x: torch.Tensor, factor: float) -> None:
-    with run.no_sync(True):
-        run.block(run.loss_of(x) * factor, delay=True)
+        run.block(run.loss_of(x) * factor, **options)
 
 
 def _forward_alone(run: Ranked, x: torch.Tensor, factor: float) -> None:
@@ -200,7 +195,7 @@ def _forward_alone_inside_the_block(run: Ranked, x: torch.Tensor, factor: float)
 
 UNREDUCED = {
     "no_sync": _all_of_it,
-    "delay": _left_scaled,
+    "delay": functools.partial(_all_of_it, delay=True),
     "forward alone": _forward_alone,
     "forward alone, inside the block": _forward_alone_inside_the_block,
     "two losses of a forward": _two_losses_of_a_forward,

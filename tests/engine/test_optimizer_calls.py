@@ -421,11 +421,9 @@ def skips(params: Any) -> Skips:
     return Skips(torch.optim.SGD(params, lr=0.5, momentum=0.5))
 
 
-def skips_and_forwards(params: Any) -> Skips:
-    return SkipsAndForwards(torch.optim.SGD(params, lr=0.5, momentum=0.5))
-
-
-BUILDS = pytest.mark.parametrize("build", [skips, skips_and_forwards, SkipsAlone])
+BUILDS = pytest.mark.parametrize(
+    "build", [skips, lambda params: SkipsAndForwards(skips(params).opt), SkipsAlone]
+)
 
 
 @BUILDS
