@@ -174,6 +174,25 @@ def test_nothing_changes(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(list(tried.buffers())) == 3
 
 
+def test_random_numbers_are_those_of_the_forward() -> None:
+    drawn: list[float] = []
+
+    def draw(x: torch.Tensor) -> torch.Tensor:
+        drawn.append(torch.rand(()).item())
+        return x * 0 + 2e5
+
+    assert traced(Layer(draw), "O2").float32
+    assert drawn[0] == drawn[1]
+
+
+def test_far_from_the_host_only_what_was_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There each look waits for the device."""
+    monkeypatch.setattr(trace, "host_reaches", lambda _: False)
+    assert traced(nn.Sequential(nn.Identity(), large()), "O2").float32 is None
+    found = traced(nn.Sequential(nn.Identity(), large()), "O2", steps=2).float32
+    assert (found and found.max_abs) == 160000.0
+
+
 # -- what cannot be tried --------------------------------------------------------------------------
 
 

@@ -22,7 +22,7 @@ from kit.loops import (
     train_step,
 )
 from kit.refusals import refused
-from kit.run import Net
+from kit.run import Net, Run, batch_of
 from preamp.core.version import __version__
 from preamp.numerics import (
     History,
@@ -35,6 +35,7 @@ from preamp.numerics import (
     TensorStatistics,
     read_history,
 )
+from preamp.watch import host_copies
 
 every_level = pytest.mark.parametrize("level", LEVEL_NAMES)
 
@@ -92,6 +93,36 @@ def test_a_loop_without_scale_loss_is_recorded_too() -> None:
     assert all(tensor.scale == 1.0 for tensor in first.tensors)
 
 
+def test_giving_up_is_in_the_history(tmp_path: Path) -> None:
+    model, optimizer = started("O2", max_consecutive_skips=2, history=tmp_path / "deep" / "run")
+    train_step(model, optimizer, 0, poison=True)
+    with pytest.raises(preamp.LossScaleError, match="2 optimizer steps in a row"):
+        train_step(model, optimizer, 1, poison=True)
+    kinds = [record.kind for record in read_history(tmp_path / "deep" / "run")]
+    assert kinds == ["run", "overflow", "step", "overflow", "step"]
+
+
+@pytest.mark.parametrize(("acts", "norm"), [("step", None), ("clip; step", 0.0)])
+def test_gradients_that_the_script_dropped_are_of_no_step(acts: str, norm: float | None) -> None:
+    run = Run("O0", numerics="light")
+    run.play("backward")
+    run.model.zero_grad()
+    run.play(acts)
+    assert [(r.losses, r.norm) for r in run.engine.history.of(StepRecord)] == [({}, norm)]
+
+
+def test_a_loss_that_is_not_scalar_is_told_by_its_mean() -> None:
+    run = Run("O0", numerics="light")
+    loss = run.model(batch_of(run.model, 0)).square()
+    with preamp.scale_loss(loss, run.optimizer) as scaled:
+        scaled.sum().backward()
+    mean = loss.detach().mean().item()
+    loss.detach().zero_()  # what the script does to its tensor later does not count
+    run.play("step")
+    (record,) = run.engine.history.of(StepRecord)
+    assert (record.losses, record.lr) == ({0: mean}, run.optimizer.param_groups[0]["lr"])
+
+
 def test_disabled_engines_have_an_empty_history(tmp_path: Path) -> None:
     model, optimizer = make()
     preamp.initialize(model, optimizer, enabled=False, numerics="full", history=tmp_path / "r")
@@ -101,6 +132,24 @@ def test_disabled_engines_have_an_empty_history(tmp_path: Path) -> None:
 
 
 # -- statistics ------------------------------------------------------------------------------
+
+
+def test_statistics_come_every_so_many_steps() -> None:
+    model, optimizer = started("O2", numerics="light", numerics_every=3)
+    for step in range(8):
+        train_step(model, optimizer, step, poison=step == 3)
+    assert [record.step for record in history_of(model).of(NumericsRecord)] == [1, 4, 7]
+
+
+def test_far_numbers_are_read_at_the_next_due_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_copies, "host_reaches", lambda _: False)
+    model, optimizer = started("O5", numerics="light", numerics_every=3)
+    heard, counts = list[Record](), list[int]()
+    history_of(model).listen(heard.append)
+    for step in range(7):
+        train_step(model, optimizer, step)
+        counts.append(sum(isinstance(record, StepRecord) for record in heard))
+    assert counts == [0, 0, 0, 3, 3, 3, 6]
 
 
 @every_level
@@ -232,7 +281,7 @@ def test_gradients_whose_backward_was_not_measured_have_their_scale() -> None:
 def test_uncoalesced_gradients_are_counted_as_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Embedding(10, 4, sparse=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    preamp.initialize(model, optimizer, opt_level="O0", verbosity=0)
+    preamp.initialize(model, optimizer, opt_level="O0", verbosity=0, numerics="full")
     model(torch.tensor([1, 1, 2])).sum().backward()
     assert model.weight.grad is not None
     assert not model.weight.grad.is_coalesced()
@@ -243,6 +292,10 @@ def test_uncoalesced_gradients_are_counted_as_they_lie(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.Tensor, "coalesce", refuse)
     found = preamp.count_memory(preamp.engine_of(model))
     assert found["gradients"] == 3 * 8 + 3 * 4 * 4  # places, values
+    monkeypatch.undo()
+    optimizer.step()
+    (record,) = history_of(model).of(NumericsRecord)
+    assert [(tensor.name, tensor.what) for tensor in record.tensors] == [("weight", "weight")]
 
 
 # -- the end -----------------------------------------------------------------------------------

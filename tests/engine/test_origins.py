@@ -64,6 +64,7 @@ KEPT: list[Callable[[torch.Tensor], torch.Tensor]] = [
     lambda s: s.mT.contiguous().view(4, 2).t(),
     lambda s: torch.zeros(2, 4).copy_(s),
     lambda s: torch.zeros(3, 2, 4).index_copy_(0, torch.tensor([1]), s[None])[1],
+    lambda s: s.clone().mul_(1.0),
 ]
 
 
@@ -203,13 +204,17 @@ def test_what_is_handled_is_not_named(before: Callable[[torch.Tensor], torch.Ten
     assert run.trace.where.endswith(line_of(function, 2))
 
 
+@pytest.mark.parametrize("is_set", [False, True])
 @pytest.mark.parametrize(("by", "named"), [(-math.inf, "softmax"), (math.nan, "")])
-def test_what_is_written_through_data(by: float, named: str) -> None:
+def test_what_is_written_through_data(by: float, named: str, is_set: bool) -> None:
     """Torch counts no such write for the tensor. Minus infinity is a mask; nan is not softmax's."""
 
     def function(x: torch.Tensor) -> torch.Tensor:
         scores = x * 1.0
-        scores.data.mul_(0.0).add_(by)
+        if is_set:
+            scores.data[:] = by
+        else:
+            scores.data.mul_(0.0).add_(by)
         return scores.softmax(-1)
 
     run = Watched("O0", Function(function), overflow="trace")
@@ -246,6 +251,36 @@ def test_a_mask_of_everything_that_came_in() -> None:
     mask[2] = -math.inf
     run.learn((run.model(torch.ones(4, 4)) + mask).softmax(-1).square().sum())
     assert run.told == ("", "forward", "softmax")
+
+
+def test_a_mask_that_a_module_keeps() -> None:
+    model = Function(lambda x: (x + model.mask).softmax(-1))
+    model.register_buffer("mask", torch.full((4, 4), -math.inf))
+    run = Watched("O0", model, overflow="trace")
+    run.learn(model(torch.ones(4, 4)).sum())
+    assert run.told == ("Function", "forward", "softmax")
+
+
+def test_a_weight_that_the_program_computes_of_data() -> None:
+    run = Watched("O0", nn.Linear(4, 4), overflow="trace")
+    for rewards in (torch.arange(3.0), torch.zeros(3)):
+        y = run.model(torch.ones(3, 4)).square().mean(1)
+        run.learn((y * (rewards / rewards.std())).mean())
+    assert run.told == ("", "forward", "div")
+
+
+class Words(nn.Embedding):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) * torch.full((4, 4), math.nan)
+
+
+def test_no_range_is_told_where_nothing_floating_went_in() -> None:
+    run = Watched("O0", Words(4, 4), overflow="trace")
+    run.learn(run.model(torch.arange(4)).square().sum())
+    assert run.trace.told() == (
+        "The first to go wrong was the forward of the Words itself, in full at "
+        f"{run.trace.where}: nan in its float32 output."
+    )
 
 
 class Steep(torch.autograd.Function):
@@ -285,6 +320,22 @@ def test_a_model_can_be_traced_by_torch_jit(is_watched: bool) -> None:
 
 
 # -- several steps, and what stays -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_what_was_watched_does_not_add_up(trains: bool) -> None:
+    """Neither evaluations do, nor a state that goes from step to step."""
+    run, state, alive = Watched("O0", Cell(), overflow="trace"), torch.zeros(2, 4), list[int]()
+    for number in range(50):
+        is_step = trains or number == 0
+        with torch.set_grad_enabled(is_step):
+            y, state = run.model(torch.ones(2, 4), state * 0.5)
+        if is_step:
+            run.learn(y.sum())
+        state = state.detach()
+        gc.collect()
+        alive.append(sum(isinstance(one, torch.Tensor) for one in gc.get_objects()))
+    assert max(alive[10:30]) == max(alive[30:])
 
 
 class Mode(TorchFunctionMode):

@@ -22,10 +22,12 @@ import attribution
 import preamp
 from attribution import Score
 from cases.levels import LEVEL_NAMES, WITH_MASTERS
+from cases.records import overflow
 from kit.loops import scaled_backward, scaled_step
 from kit.refusals import refused
 from kit.run import Run
 from preamp.numerics import Float32Record, TraceRecord
+from preamp.numerics.records import from_json, to_json
 
 levels = pytest.mark.parametrize("level", LEVEL_NAMES)
 Pair = namedtuple("Pair", ["kept", "nothing"])
@@ -283,6 +285,20 @@ def test_a_product_that_was_given_nan_is_not_named(name: str, is_large: bool) ->
 
 
 # -- the message -------------------------------------------------------------------------------
+
+
+def test_frames_are_of_what_was_seen_before() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    for param, value in zip(model.parameters(), (0.5, 0.25, 6e4, 0.0), strict=True):
+        nn.init.constant_(param, value)
+    run = Watched("O2", model, overflow="trace")
+    run.learn(model(torch.ones(2, 4)).float().sum())
+    first, relu = run.trace.frames[:2]
+    assert (first.module, first.type, relu.module) == ("0", "Linear", "1")
+    assert (first.inputs, first.outputs) == ([[1.0, 1.0]], [[2.25, 2.25]])
+    assert (sorted(first.weights), relu.weights) == ([[0.25, 0.25], [0.5, 0.5]], [])
+    record = overflow(1, trace=run.trace)
+    assert from_json(to_json(record)) == record
 
 
 def test_the_sentence(capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,6 +23,7 @@ from preamp.memory.optimizers import (
     parse_call,
     state_bytes,
 )
+from preamp.optim import LARC
 
 LEVELS = tuple(preamp.OPT_LEVELS)
 SPECIAL = {
@@ -211,6 +212,14 @@ def test_sparse_adam_keeps_dense_averages() -> None:
         for value in optimizer.state[model.weight].values()
         if isinstance(value, torch.Tensor)
     )
+
+
+def test_larc_adds_no_state_and_no_optimizer_has_none() -> None:
+    model = nn.Linear(3, 5)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    wrapped: Any = LARC(inner)
+    assert preamp.estimate(model, "O2", wrapped) == preamp.estimate(model, "O2", inner)
+    assert preamp.estimate(model, "O2", None).optimizer == "none"
 
 
 def test_counters_of_the_given_optimizer_stay() -> None:

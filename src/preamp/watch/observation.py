@@ -174,17 +174,18 @@ class Values:
     def begin_step(self) -> None:
         """Forget data and weights, and what values were made from two steps ago.
 
-        A hidden state that goes from step to step has all that ever was behind it.
+        A hidden state that goes from step to step has all that ever was behind it, and so has one
+        of an evaluation from forward to forward.
         """
         for reading in self._carried:
             reading.by = EARLIER
-        self.forget()
+        self._forget()
         self._carried = [
             *(own[2] for own in list(self._known.values())),
             *(own[1] for own in list(self._memory.values())),
         ]
 
-    def forget(self) -> None:
+    def _forget(self) -> None:
         """Forget data, weights and memory that is gone."""
         self.collect()
         for key, (_, _, reading) in list(self._known.items()):

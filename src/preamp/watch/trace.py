@@ -213,7 +213,7 @@ class Tracer:
         if outer is None:
             self._renew()
             if not has_grad and not self.observation.is_under_way:
-                self.values.forget()
+                self.values.begin_step()
                 self.observation = self.observation.without_passes()
             self._listen(has_grad)
         self._has_seen |= has_grad
