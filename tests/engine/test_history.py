@@ -108,7 +108,10 @@ def test_gradients_that_the_script_dropped_are_of_no_step(acts: str, norm: float
     run.play("backward")
     run.model.zero_grad()
     run.play(acts)
-    assert [(r.losses, r.norm) for r in run.engine.history.of(StepRecord)] == [({}, norm)]
+    run.play("backward; zero; step")
+    run.play("backward; clip; backward 1; step")
+    first, second, third = run.engine.history.of(StepRecord)
+    assert (first.losses, first.norm, second.losses, third.norm) == ({}, norm, {}, None)
 
 
 def test_a_loss_that_is_not_scalar_is_told_by_its_mean() -> None:
@@ -138,7 +141,9 @@ def test_statistics_come_every_so_many_steps() -> None:
     model, optimizer = started("O2", numerics="light", numerics_every=3)
     for step in range(8):
         train_step(model, optimizer, step, poison=step == 3)
-    assert [record.step for record in history_of(model).of(NumericsRecord)] == [1, 4, 7]
+    records = history_of(model).of(NumericsRecord)
+    assert [record.step for record in records] == [1, 4, 7]
+    assert [{t.scale for t in record.tensors} for record in records] == [{2**16}, {2**16}, {2**15}]
 
 
 def test_far_numbers_are_read_at_the_next_due_step(monkeypatch: pytest.MonkeyPatch) -> None:
