@@ -204,7 +204,8 @@ def _is_square(tensor: torch.Tensor) -> bool:
 def _without_grads(plan: Plan, squares: Sequence[int]) -> list[Any]:
     """Where the tensors of all lists but gradients lie, and the strides of square ones."""
     rows = [row for number, row in enumerate(plan.rows) if row and number != GRADS]
-    return [(_places_of(row).tobytes(), [row[n].stride() for n in squares]) for row in rows]
+    with unhooked():
+        return [(_places_of(row).tobytes(), [row[n].stride() for n in squares]) for row in rows]
 
 
 def planned(
