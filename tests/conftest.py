@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+import preamp
 from alias.harness import Zygote
 from cases.selection import SUITE, SUITES, select
 from kit.engines import close_engines, note_engines
@@ -118,6 +119,14 @@ def zygote() -> Iterator[Zygote]:
     # torch's optimizers import its compiler at their first step.
     with Zygote("sklearn.datasets", "torch._dynamo") as process:
         yield process
+
+
+@pytest.fixture
+def alias() -> Iterator[None]:
+    """Install the alias; afterwards remove it."""
+    preamp.install_apex_alias()
+    yield
+    preamp.remove_apex_alias()
 
 
 @pytest.fixture(autouse=True)

@@ -1,21 +1,12 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The alias for one test, and processes that have it."""
+"""Processes that have the alias."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-import preamp
 from alias.harness import Run, Zygote, run_python
-
-
-@pytest.fixture
-def alias() -> Iterator[None]:
-    """Install the alias; afterwards remove it."""
-    preamp.install_apex_alias()
-    yield
-    preamp.remove_apex_alias()
 
 
 @pytest.fixture

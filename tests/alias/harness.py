@@ -32,6 +32,14 @@ def run_python(arguments: Sequence[str], folder: Path, **environment: str) -> Do
     )
 
 
+def written(folder: Path, name: str, text: str) -> str:
+    """The path of a file of the program, in a folder that is made for it."""
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, "utf-8")
+    return str(path)
+
+
 def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int | str | None:
     """The exit status of ``preamp`` in this process."""
     monkeypatch.setattr(sys, "argv", ["preamp", *arguments])
@@ -63,12 +71,8 @@ class Zygote:
         out, err = folder / ".out", folder / ".err"
         out.write_text("", "utf-8")
         err.write_text("", "utf-8")
-        job = {
-            "arguments": list(arguments),
-            "folder": str(folder),
-            "out": str(out),
-            "err": str(err),
-        }
+        paths = {"folder": str(folder), "out": str(out), "err": str(err)}
+        job = {"arguments": list(arguments), **paths}
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(job) + "\n")

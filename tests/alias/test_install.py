@@ -14,6 +14,7 @@ import pytest
 
 import preamp
 import preamp.amp.__version__  # which is an attribute of the package from then on
+from alias.harness import written
 from kit.refusals import refused
 from preamp.compat.alias.finder import STARTUP
 from preamp.compat.alias.table import REFUSED
@@ -88,13 +89,6 @@ def test_metadata() -> None:
 # -- an installed Apex -----------------------------------------------------------------------
 
 
-def write(folder: Path, **files: str) -> None:
-    for name, text in files.items():
-        path = folder.joinpath(*name.split("__")).with_suffix(".py")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, "utf-8")
-
-
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder that Python imports from."""
@@ -105,20 +99,11 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def today(site: Path) -> Path:
     """An Apex of today: no amp, but optimizers and a transformer of its own."""
-    package = site / "apex"
-    write(
-        package,
-        init="",
-        optimizers__init="class FusedAdam: mine = True\n",
-        transformer__init="mine = True\n",
-    )
-    (package / "init.py").rename(package / "__init__.py")
-    package.joinpath("__init__.py").write_text("from apex import optimizers\nmine = True\n")
-    for child in ("optimizers", "transformer"):
-        (package / child / "init.py").rename(package / child / "__init__.py")
-    info = site / "apex-0.9.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: apex\nVersion: 0.9\n", "utf-8")
+    package, about = site / "apex", "Metadata-Version: 2.1\nName: apex\nVersion: 0.9\n"
+    written(package, "__init__.py", "from apex import optimizers\nmine = True\n")
+    written(package, "optimizers/__init__.py", "class FusedAdam: mine = True\n")
+    written(package, "transformer/__init__.py", "mine = True\n")
+    written(site, "apex-0.9.dist-info/METADATA", about)
     return package
 
 
@@ -177,14 +162,15 @@ def test_an_apex_with_amp_is_refused(today: Path, imported: bool) -> None:
 
 def test_the_other_package_called_apex_is_replaced(site: Path) -> None:
     """The package index has an unrelated one, which people install by mistake."""
-    write(site / "apex", forms="", views="")
-    (site / "apex" / "__init__.py").write_text("raise ImportError('pyramid')", "utf-8")
+    written(site, "apex/__init__.py", "raise ImportError('pyramid')")
+    for name in ("forms", "views"):
+        written(site, f"apex/{name}.py", "")
     preamp.install_apex_alias()
     assert importlib.import_module("apex.amp").initialize is preamp.amp.initialize
 
 
 def test_a_clone_beside_the_script_is_no_package(site: Path) -> None:
-    write(site / "apex" / "apex", amp="")
+    written(site, "apex/apex/amp.py", "")
     preamp.install_apex_alias()
     assert importlib.import_module("apex.amp").initialize is preamp.amp.initialize
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import preamp
-from alias.harness import Run, call
+from alias.harness import Run, call, written
 from kit.refusals import assert_approved
 from preamp.compat.alias import table
 from preamp.compat.alias.finder import STARTUP
@@ -39,13 +39,6 @@ print(json.dumps({
     "cwd": os.getcwd(),
 }))
 """
-
-
-def written(folder: Path, name: str, text: str) -> str:
-    path = folder / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, "utf-8")
-    return str(path)
 
 
 def seen(done: subprocess.CompletedProcess[str]) -> dict[str, object]:

@@ -35,6 +35,12 @@ def invoke(*arguments: str) -> Result:
     return CliRunner().invoke(app, list(arguments))
 
 
+def printed(*arguments: str) -> str:
+    done = invoke(*arguments)
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
 def test_missing_packages_get_one_clear_message(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -75,9 +81,8 @@ def test_report_writes_a_page_for_one_run_or_several(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / name / "run.jsonl", 3.0, 2.0) for name in ("a", "b")]
     page = tmp_path / "new" / "page.html"
     for some, said in ((runs[:1], ["The loss went from 3 to 2."]), (runs, ["a/run", "b/run"])):
-        done = invoke("report", *map(str, some), "-o", str(page), "--title", "My <run>")
-        assert done.exit_code == 0, done.output
-        assert f"Report: {page} (" in done.output
+        told = printed("report", *map(str, some), "-o", str(page), "--title", "My <run>")
+        assert f"Report: {page} (" in told
         text = page.read_text(encoding="utf-8")
         assert all(words in text for words in ("My &lt;run&gt;", *said))
 
@@ -127,9 +132,7 @@ def test_report_refuses_what_it_cannot_read(
 
 
 def found(*arguments: str) -> list[dict[str, Any]]:
-    done = invoke("estimate", *arguments, "--json")
-    assert done.exit_code == 0, done.output
-    return json.loads(done.stdout)
+    return json.loads(printed("estimate", *arguments, "--json"))
 
 
 FIT = "--params 3e9 --levels O5 --card-gib"
@@ -159,9 +162,8 @@ PAGES = {
 @pytest.mark.parametrize("name", PAGES)
 def test_what_estimate_prints(name: str) -> None:
     """Word by word, wherever lines end."""
-    done = invoke("estimate", *PAGES[name].split())
-    assert done.exit_code == 0, done.output
-    assert_approved("cli", name, re.sub("━+", "━", " ".join(done.stdout.split())))
+    told = " ".join(printed("estimate", *PAGES[name].split()).split())
+    assert_approved("cli", name, re.sub("━+", "━", told))
 
 
 def test_estimate_prints_json() -> None:
@@ -272,29 +274,21 @@ def test_the_script_is_shown_without_the_command(name: str) -> None:
 # -- width ------------------------------------------------------------------------------------
 
 
-COLUMNS = pytest.mark.parametrize("columns", [60, 80, 120])
 COMMANDS = {
     "estimate": ("estimate", "--params", "7e9", "--world-size", "8"),
     "help": ("--help",),
     "help of report": ("report", "--help"),
     "help of run": ("run", "--help"),
 }
-NUMBER = re.compile(r"\d[\d.,]*")
 
 
-def printed(monkeypatch: pytest.MonkeyPatch, columns: int, *arguments: str) -> str:
-    monkeypatch.setenv("COLUMNS", str(columns))
-    done = CliRunner().invoke(app, list(arguments))
-    assert done.exit_code == 0, done.output
-    return done.output
-
-
-@COLUMNS
+@pytest.mark.parametrize("columns", [60, 80, 120])
 @pytest.mark.parametrize("command", COMMANDS)
 def test_commands_follow_columns(
     command: str, columns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text = printed(monkeypatch, columns, *COMMANDS[command])
+    monkeypatch.setenv("COLUMNS", str(columns))
+    text = printed(*COMMANDS[command])
     code = [line for line in text.splitlines() if line.startswith("  ") and "preamp" in line]
     prose = [line.rstrip() for line in text.splitlines() if line not in code]
     assert 20 < max(map(cell_len, prose)) <= columns
@@ -303,8 +297,11 @@ def test_commands_follow_columns(
 
 @pytest.mark.parametrize("columns", [40, 60, 80])
 def test_a_narrow_terminal_gets_all_numbers(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    wide, narrow = (printed(monkeypatch, width, *COMMANDS["estimate"]) for width in (200, columns))
-    assert set(NUMBER.findall(wide)) == set(NUMBER.findall(narrow))
+    numbers: list[set[str]] = []
+    for width in (200, columns):
+        monkeypatch.setenv("COLUMNS", str(width))
+        numbers.append({*re.findall(r"\d[\d.,]*", printed(*COMMANDS["estimate"]))})
+    assert numbers[0] == numbers[1]
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import os
 import pickle
 import stat
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -160,15 +161,9 @@ def test_a_folder_that_cannot_be_synced(
     monkeypatch.setattr(os, "fsync", fsync)
     path = tmp_path / "run"
 
-    def write() -> None:
-        with replacing(path) as file:
-            file.write(b"new")
-
-    if fails:
-        with pytest.raises(OSError, match=os.strerror(code)):
-            write()
-    else:
-        write()
+    told = pytest.raises(OSError, match=os.strerror(code)) if fails else nullcontext()
+    with told, replacing(path) as file:
+        file.write(b"new")
     assert path.read_bytes() == b"new"
     assert [entry.name for entry in tmp_path.iterdir()] == ["run"]
 

@@ -83,8 +83,7 @@ def check_gradients_are_means_or_sums() -> None:
 def check_half_sums_stay_in_range() -> None:
     big = 40000.0  # twice this is infinite in float16
     for factor, wide, wanted in ((2.0, False, big), (0.5, False, torch.inf), (0.5, True, big)):
-        arguments: dict[str, Any] = {"allreduce_always_fp32": wide}
-        arguments["gradient_predivide_factor"] = factor
+        arguments = {"allreduce_always_fp32": wide, "gradient_predivide_factor": factor}
         assert gradients(wrapped(torch.float16, **arguments), big) == [wanted]
 
 
@@ -241,17 +240,9 @@ def _two_forwards_two_backwards(model: Any, rank: int) -> None:
     second.square().sum().backward()
 
 
-def _two_forwards_through_different_parts(model: Any, rank: int) -> None:
-    out = model(batch(rank), "first").sum() + model(batch(rank, 1), "second").square().sum()
-    out.backward()
-
-
 def _after_a_backward_that_failed(model: Any, rank: int) -> None:
-    def fail(grad: torch.Tensor) -> None:
-        raise ZeroDivisionError
-
     x = batch(rank)
-    x.register_hook(fail)
+    x.register_hook(lambda grad: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         model(x, "first").sum().backward()
     model.zero_grad()
@@ -267,7 +258,9 @@ USES: tuple[Use, ...] = (
     lambda model, rank: model(batch(rank)).square().sum().backward(),  # reentrant checkpoint
     _twice_through_one_forward,
     _two_forwards_two_backwards,
-    _two_forwards_through_different_parts,
+    lambda model, rank: (  # two forwards through different parts
+        model(batch(rank), "first").sum() + model(batch(rank, 1), "second").square().sum()
+    ).backward(),
     lambda model, rank: model(batch(rank), ("first", "second")[rank]).square().sum().backward(),
     _after_a_backward_that_failed,
     _both_batches_through_the_first,  # the second part has no gradient

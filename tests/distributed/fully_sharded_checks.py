@@ -404,15 +404,6 @@ OPTIONS: dict[str, dict[str, bool]] = {
 }
 
 
-def _go_on_alike(where: str, *runs: Training) -> None:
-    for run in runs:
-        torch.manual_seed(dist.get_rank())
-        random.seed(0)
-        run.train(2)
-    for ours, wanted in zip(*(run.numbers() for run in runs), strict=True):
-        assert_same(ours, wanted, where)
-
-
 def full_state_dicts_resume_bitwise() -> None:
     for level, storage, kind, name, is_new in each(
         ("O2", "O5"), ("full", "compact"), ("FusedAdam", "AdamW"), OPTIONS, (True, False), size=2
@@ -435,7 +426,12 @@ def full_state_dicts_resume_bitwise() -> None:
         set_optimizer_state_dict(other.model, other.optimizer, state, options=options)
         for of in ("engine", "scheduler"):
             getattr(other, of).load_state_dict(getattr(one, of).state_dict())
-        _go_on_alike(f"{level}, {storage}, {kind}, {name}", one, other)
+        for run in (one, other):
+            torch.manual_seed(dist.get_rank())
+            random.seed(0)
+            run.train(2)
+        for ours, wanted in zip(one.numbers(), other.numbers(), strict=True):
+            assert_same(ours, wanted, f"{level}, {storage}, {kind}, {name}")
 
 
 # -- records of this rank's part -------------------------------------------------------------------

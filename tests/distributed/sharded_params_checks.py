@@ -54,17 +54,14 @@ def values(seed: int, dtype: torch.dtype) -> list[torch.Tensor]:
     return [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
 
 
-def placed(tensor: torch.Tensor, mesh: DeviceMesh, place: int) -> torch.Tensor:
-    """The last one is a copy on every rank."""
-    replicated = place == len(SHAPES) - 1
-    return distribute_tensor(tensor.clone(), mesh, [Replicate() if replicated else Shard(0)])
-
-
 def train(
     make: Callable[[Any], Any], mesh: DeviceMesh | None, dtype: torch.dtype, backend: str = "auto"
 ) -> list[torch.Tensor]:
     def on(tensor: torch.Tensor, place: int) -> torch.Tensor:
-        return tensor.clone() if mesh is None else placed(tensor, mesh, place)
+        is_copied = place == len(SHAPES) - 1  # the last one, on every rank
+        placements = [Replicate() if is_copied else Shard(0)]
+        own = tensor.clone()
+        return own if mesh is None else distribute_tensor(own, mesh, placements)
 
     params = [nn.Parameter(on(value, place)) for place, value in enumerate(values(0, dtype))]
     groups = [{"params": params[:2]}, {"params": params[2:], "lr": 0.05}]

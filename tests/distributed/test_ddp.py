@@ -76,22 +76,6 @@ def test_without_a_process_group(what: str, call: Any) -> None:
 # -- SyncBatchNorm on one process is a plain batch norm to the bit ----------------------------
 
 
-SHAPES = [(4, 3), (4, 3, 5), (2, 3, 2, 2), (2, 3, 2, 1, 2)]
-OPTIONS: list[dict[str, Any]] = [
-    {},
-    {"momentum": None},
-    {"affine": False},
-    {"track_running_stats": False},
-]
-
-
-def plain_like(layer: SyncBatchNorm, dims: int) -> nn.Module:
-    kind = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}[dims]
-    plain = kind(3, layer.eps, layer.momentum, layer.affine, layer.track_running_stats)
-    plain.load_state_dict(layer.state_dict())
-    return plain
-
-
 def filled(layer: Any) -> Any:
     for name, value in layer.state_dict().items():
         if value.is_floating_point():
@@ -99,8 +83,10 @@ def filled(layer: Any) -> Any:
     return layer
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("shape", [(4, 3), (4, 3, 5), (2, 3, 2, 2), (2, 3, 2, 1, 2)], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"momentum": None}, {"affine": False}, {"track_running_stats": False}], ids=str
+)
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("channel_last", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -118,7 +104,10 @@ def test_alone_it_is_a_plain_batch_norm(
     """A-33: evaluation works with channels last, two dimensions and without statistics."""
     options = {"channel_last": channel_last, "fuse_relu": relu, **options}
     layer = filled(SyncBatchNorm(3, **options)).train(training)
-    plain = plain_like(layer, len(shape)).train(training)
+    kinds = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
+    arguments = layer.eps, layer.momentum, layer.affine, layer.track_running_stats
+    plain = kinds[len(shape)](3, *arguments).train(training)
+    plain.load_state_dict(layer.state_dict())
     for _ in range(2):
         x, z = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)
         ours = layer(*[t.movedim(1, -1) if channel_last else t for t in (x, z)[: 1 + residual]])
@@ -154,9 +143,9 @@ def test_refused_inputs(name: str) -> None:
 # -- conversion --------------------------------------------------------------------------------
 
 
-def tree() -> nn.Module:
-    shared = nn.BatchNorm1d(3, momentum=None)
-    return nn.ModuleDict(
+def test_conversion_carries_everything_over() -> None:
+    shared: Any = nn.BatchNorm1d(3, momentum=None)
+    model: Any = nn.ModuleDict(
         {
             "a": nn.Sequential(nn.Linear(3, 3), shared),
             "b": nn.Sequential(shared, nn.BatchNorm3d(3, eps=0.5, affine=False)),
@@ -164,11 +153,6 @@ def tree() -> nn.Module:
             "d": nn.Sequential(nn.BatchNorm2d(3, track_running_stats=False), nn.LayerNorm(3)),
         }
     )
-
-
-def test_conversion_carries_everything_over() -> None:
-    model = tree()
-    shared = model["a"][1]
     filled(shared).weight.requires_grad_(False)
     model["b"].eval()
     before = dict(model.state_dict())

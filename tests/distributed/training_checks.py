@@ -266,10 +266,9 @@ class Wrapped(kit.run.Run):
         with self.wrapped.no_sync():
             self.backward(0, *(["inf"] if dist.get_rank() else []), **scaling)  # type: ignore[list-item]
 
-    def train(self, steps: int = 3) -> None:
-        self.iterate(*range(steps))
-
-    def agree(self) -> None:
+    def agree(self, program: str = "iterate 0 1 2") -> None:
+        """After this training ranks are equal."""
+        self.play(program)
         states = [scaler.state_dict() for scaler in self.engine.scalers]
         scales = torch.tensor([float(state[key]) for state in states for key in state])
         own = [*preamp.master_params(self.optimizer), *self.model.parameters()]
@@ -297,7 +296,7 @@ def check_a_forward_on_one_rank_is_traced_there() -> None:
     for level, wrap in each(("O1", "O2", "O4", "O5"), WRAPS):
         run = Wrapped(level, wrap=wrap, overflow="trace")
         run.engine.scaler(0).set_scale(16.0)
-        run.train(steps=1)
+        run.iterate()
         if dist.get_rank() == 1:
             run.model[0].register_forward_hook(
                 lambda module, args, output: output * math.inf, prepend=True
@@ -305,7 +304,7 @@ def check_a_forward_on_one_rank_is_traced_there() -> None:
         told = list[str]()
         for _ in range(2):
             with redirect_stdout(io.StringIO()) as out:
-                run.train(steps=1)
+                run.iterate()
             told.append(out.getvalue())
         cause, _ = run.engine.overflow_causes
         weights = [name for name in cause.parameters if "weight" in name]
@@ -331,7 +330,6 @@ def check_wrapping_comes_after_a_cast() -> None:
             with refused("distributed", "a wrapper before a cast", changes=True):
                 run.wrapped(torch.ones(1, 8))
         else:
-            run.train()
             run.agree()
 
 
@@ -344,7 +342,6 @@ def check_wrappers_inside_a_model_come_after_a_cast() -> None:
             assert model[0].module.weight.dtype is torch.float32
         else:
             run = Wrapped(level, model=lambda model=model: model, wraps="never")
-            run.train()
             run.agree()
 
 
@@ -352,7 +349,6 @@ def check_a_delayed_reduction_may_be_made_before_a_cast() -> None:
     run = Wrapped(
         "O2", wraps="before", wrap=lambda m: DistributedDataParallel(m, delay_allreduce=True)
     )
-    run.train()
     run.agree()
     run.engine.close()
     run.wrapped(torch.ones(1, 8))
@@ -361,7 +357,7 @@ def check_a_delayed_reduction_may_be_made_before_a_cast() -> None:
 def check_a_wrapper_ends_with_the_casts_it_was_made_for() -> None:
     for level in each(LEVEL_NAMES):
         run = Wrapped(level)
-        run.train(steps=1)
+        run.iterate()
         run.engine.close()
         run.wrapped.eval()(torch.ones(1, 8))
         run.wrapped.train()
@@ -382,26 +378,23 @@ def check_masters_are_made_equal_also_where_training_is_in_evaluation_mode() -> 
         if dist.get_rank() == 0:
             run.loss()
         torch.manual_seed(0)
-        run.train()
         run.agree()
     run = Wrapped("O5", seed=dist.get_rank(), loss_scale=1.0)
     run.wrapped.eval()
     torch.manual_seed(0)
-    run.play(3 * "outside; step; zero; ")
-    run.agree()
+    run.agree(3 * "outside; step; zero; ")
 
 
 def check_an_overflow_that_is_dropped_before_the_reduction_leaves_no_trace() -> None:
     """Other ranks never hear of it, and keep the scale."""
     for level in each(LEVEL_NAMES):
         run = Wrapped(level)
-        run.train(steps=1)
+        run.iterate()
         scale = run.engine.loss_scale()
         for overflows in (False, True):
             if overflows:
                 run.overflow()
             run.optimizer.zero_grad()
-            run.train()
             run.agree()
             assert run.engine.loss_scale() == scale
 
@@ -410,13 +403,12 @@ def check_an_overflow_of_one_loss_that_another_loss_reduces() -> None:
     """All losses that the reduction is of react, on every rank."""
     for level, delays in each(("O1", "O2"), (False, True), size=2):
         run = Wrapped(level, num_losses=3)
-        run.train(steps=1)
+        run.iterate()
         run.overflow(delay_unscale=delays)
         run.backward(loss_id=1)
         run.play("step; zero")
         assert run.engine.steps_skipped == 1
-        run.train(steps=2)
-        run.agree()
+        run.agree("iterate 0 1")
         scales = [run.engine.loss_scale(index) for index in range(3)]
         assert scales == [2.0**15, 2.0**15, 2.0**16]
 
@@ -424,7 +416,7 @@ def check_an_overflow_of_one_loss_that_another_loss_reduces() -> None:
 def check_ranks_that_step_alone_react_alone() -> None:
     for level, delays in each(("O1", "O2"), ((), (True,)), size=2):
         run = Wrapped(level)
-        run.train(steps=1)
+        run.iterate()
         for is_late in (False, *delays):  # one that only unscales leaves a reaction due
             run.overflow(delay_overflow_check=is_late)
         run.optimizer.step()

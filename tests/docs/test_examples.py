@@ -4,10 +4,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +13,7 @@ import pytest
 import torch
 
 import preamp
+from alias.harness import run_python
 from cases.ranks import run_ranks
 from cases.tolerances import assert_same
 from code_blocks import blocks_of
@@ -28,14 +26,7 @@ LEARNT = 0.7  # what is left of the first value, at most
 
 def run(example: Path, *arguments: str, launcher: tuple[str, ...] = ()) -> str:
     """Return what it prints in a new interpreter, to which warnings at imports are errors too."""
-    done = subprocess.run(
-        [sys.executable, "-W", "error", *launcher, str(example), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    done = run_python(("-W", "error", *launcher, str(example), *arguments), Path.cwd())
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -70,9 +61,7 @@ def test_the_sharded_example_goes_on_bitwise_on_two_ranks(level: str) -> None:
 def test_an_example_says_which_package_it_needs() -> None:
     (example,) = [path for path in EXAMPLES if path.stem == "03_gan"]
     code = "import runpy, sys; sys.modules['sklearn'] = None; runpy.run_path(sys.argv[1])"
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(example)], capture_output=True, text=True, check=False
-    )
+    done = run_python(("-c", code, str(example)), Path.cwd())
     assert done.returncode == 1
     assert done.stderr == "The digits are scikit-learn's: pip install scikit-learn\n"
 
@@ -146,17 +135,11 @@ def test_it_learns_and_resumes_bitwise(tmp_path: Path) -> None:
 AROUND = Path(__file__).parents[2] / "docs" / "around-training.md"
 
 
-def blocks_of_the_page() -> tuple[Any, list[Any]]:
-    """The page's first block, and those that need several ranks."""
-    first, *others = blocks_of(AROUND.read_text(encoding="utf-8"))
-    found = [other for other in others if "torch.distributed" in other.code]
-    assert all(block.reason for block in found)
-    return first, found
-
-
 def broadcast(rank: int) -> list[list[torch.Tensor]]:
     """Run them from other weights on each rank, with a step on the same data after each."""
-    first, others = blocks_of_the_page()
+    first, *others = blocks_of(AROUND.read_text(encoding="utf-8"))
+    others = [other for other in others if "torch.distributed" in other.code]
+    assert all(block.reason for block in others)
     names: dict[str, Any] = {}
     exec(first.code, names)
     found: list[list[torch.Tensor]] = []

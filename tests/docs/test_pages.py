@@ -3,15 +3,13 @@
 
 import inspect
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import preamp
+from alias.harness import Done, run_python
 from code_blocks import blocks_of
 
 ROOT = Path(__file__).parents[2]
@@ -74,20 +72,12 @@ RUNNER = ROOT / "tools" / "code_blocks.py"
 WITH_CODE = [page for page in (README, *PAGES) if blocks_of(page.read_text(encoding="utf-8"))]
 
 
-def run_page(page: Path, folder: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-W", "error", str(RUNNER), str(page)],
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+def run_page(page: Path, folder: Path) -> Done:
+    return run_python(("-W", "error", str(RUNNER), str(page)), folder)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", WITH_CODE, ids=name_of)
 def test_code_blocks_run(page: Path, tmp_path: Path) -> None:
     done = run_page(page, tmp_path)
     assert done.returncode == 0, done.stderr
@@ -143,14 +133,8 @@ def test_the_first_table_is_the_latest_run_of_the_demo() -> None:
 
 def printed_tables() -> tuple[list[list[str]], list[list[str]]]:
     """What ``benchmarks/table.py`` prints of times, without commits, and of scores."""
-    done = subprocess.run(
-        [sys.executable, "benchmarks/table.py"],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": "benchmarks"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = run_python(("benchmarks/table.py",), ROOT, PYTHONPATH="benchmarks")
+    assert done.returncode == 0, done.stderr
     lines = [cells(line) for line in done.stdout.splitlines() if line.startswith("| ")]
     start = next(at for at, line in enumerate(lines) if line[0] == "trained as")
     return [line[:-1] for line in lines[2:start]], lines[start + 2 :]

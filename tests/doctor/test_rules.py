@@ -3,12 +3,10 @@
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-import preamp
 from doctor.cases import BOOK, BUGS, HEALTHY
 from doctor.harness import HERE, examine, examine_beside, marked_line, where
 from doctor_page import FAMILIES, PAGE, START, render
@@ -16,12 +14,7 @@ from kit.refusals import assert_approved
 from preamp.doctor import RULES, Examination, Rule, explain_text, list_text, select_rules
 from preamp.doctor.catalogue import DETECTORS
 
-
-@pytest.fixture(autouse=True)
-def alias() -> Iterator[None]:
-    preamp.install_apex_alias()
-    yield
-    preamp.remove_apex_alias()
+pytestmark = pytest.mark.usefixtures("alias")
 
 
 def ids(examination: Examination) -> list[str]:

@@ -2,7 +2,6 @@
 """A run under the doctor computes the same, ends the same, and leaves torch as it was."""
 
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,21 +10,16 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import preamp
 from doctor.cases import BF16, BUGS, FLOAT32, GRAD_SCALER, O1
 from doctor.harness import attributes, examine, plain, weights
 from preamp.doctor import Examination, select_rules
 from preamp.doctor.detector import Detector
 from preamp.doctor.rules.loss_scale import Stepping
 
-pytestmark = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
-
-
-@pytest.fixture(autouse=True)
-def alias() -> Iterator[None]:
-    preamp.install_apex_alias()
-    yield
-    preamp.remove_apex_alias()
+pytestmark = [
+    pytest.mark.usefixtures("alias"),
+    pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step"),
+]
 
 
 def test_an_exception_goes_through_and_findings_stay(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 """Attacks and the soak find nothing in a short form, and notice what they are there to notice."""
 
 import random
-import subprocess
 import sys
 import threading
 import time
@@ -14,6 +13,7 @@ import torch
 
 import attack_threads
 import preamp
+from alias.harness import run_python
 from attack_files import attack
 from attack_targets import SECONDS, Broken, Guard, Target
 from cases.selection import examples
@@ -116,13 +116,8 @@ def test_a_difference_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.full
 def test_a_short_soak_passes(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "tools/soak.py"), "--steps", "40", "--seed", "37"]
-    done = subprocess.run(
-        [*command, "--levels", "O2", "--results", tmp_path / "rows"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    options = ("--steps", "40", "--seed", "37", "--levels", "O2", "--results")
+    done = run_python(("tools/soak.py", *options, str(tmp_path / "rows")), ROOT)
     assert done.returncode == 0, done.stderr
     (row,) = records.read(tmp_path / "rows")
     assert (row["level"], row["steps"]) == ("O2", 40)

@@ -58,18 +58,14 @@ def test_gaps_are_named() -> None:
 SCRIPT = Path(__file__).parents[2] / "tools" / "gpu.sh"
 
 
-def run_parts(folder: Path, *parts: str) -> subprocess.CompletedProcess[str]:
-    command = [str(SCRIPT), "--dry", str(folder), sys.executable, *parts]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
-
-
 @pytest.mark.full
 @pytest.mark.skipif(
     shutil.which("g++") is None or sys.platform != "linux",
     reason="the pretended device is built by g++ for Linux",
 )
 def test_parts_measure_and_say_how_they_ended(tmp_path: Path) -> None:
-    done = run_parts(tmp_path, "memory", "step", "graphs")
+    command = [SCRIPT, "--dry", tmp_path, sys.executable, "memory", "step", "graphs"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
     said = (tmp_path / "summary.txt").read_text(encoding="utf-8").splitlines()
     assert said[0].endswith(" pretended")

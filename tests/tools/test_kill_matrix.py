@@ -4,9 +4,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +11,7 @@ import pytest
 
 import kill_matrix
 import planted_faults
+from alias.harness import run_python
 
 FILES = {
     "src/tiny/sums.py": """
@@ -76,9 +74,7 @@ Rows = dict[str, dict[str, Any]]
 
 
 def call(folder: Path, *arguments: str, status: int = 0) -> str:
-    command = [sys.executable, kill_matrix.__file__, *arguments]
-    env = {**os.environ, "PYTHONPATH": "src"}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=env)
+    done = run_python((kill_matrix.__file__, *arguments), folder, PYTHONPATH="src")
     assert done.returncode == status, done.stdout + done.stderr
     return done.stdout + done.stderr
 
