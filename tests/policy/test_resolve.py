@@ -127,14 +127,7 @@ def test_only_what_was_overridden_differs() -> None:
 CONTRADICTING: dict[str, list[tuple[str, Any]]] = {  # levels and what is given
     "cast_model_type": [(level, dtype) for level in FUNCTION_LEVELS for dtype in (F16, BF16, F64)],
     "patch_torch_functions": [(level, given) for level in OTHER_LEVELS for given in (True, "True")],
-    "patch_torch_functions_type": [
-        ("O0", F16),
-        ("O1", BF16),
-        ("O2", F16),
-        ("O3", F16),
-        ("O4", F16),
-        ("O5", BF16),
-    ],
+    "patch_torch_functions_type": [*zip(DEFAULTS, (F16, BF16, F16, F16, F16, BF16), strict=True)],
     "keep_batchnorm_fp32": [
         (level, given) for level in FUNCTION_LEVELS for given in (True, False, "False")
     ],
