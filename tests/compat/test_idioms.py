@@ -4,7 +4,7 @@
 import copy
 import inspect
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -364,23 +364,17 @@ class Even(nn.Module):
 
 
 @act
-def change_gradient(run: Run, how: Literal["halved", "replaced", "clipped", "not"]) -> None:
-    """As a script does after the block."""
-    grad = run.model.weight.grad
-    if how == "halved":
-        grad.mul_(0.5)
-    if how == "replaced":
-        run.model.weight.grad = grad * 0.5
-    if how == "clipped":
-        nn.utils.clip_grad_norm_(run.model.parameters(), 8.0)
-
-
-@act
 def changed_step(run: Run, parts: int, how: str) -> None:
+    """The gradient is halved, replaced, clipped or not changed, as by a script after the block."""
     run.zero()
     for _ in range(parts):
         run.back(run.model(parts))
-    change_gradient(run, how)  # type: ignore[arg-type]
+    if how == "halved":
+        run.model.weight.grad.mul_(0.5)
+    if how == "replaced":
+        run.model.weight.grad = run.model.weight.grad * 0.5
+    if how == "clipped":
+        nn.utils.clip_grad_norm_(run.model.parameters(), 8.0)
     run.step()
 
 

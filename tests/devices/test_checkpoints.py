@@ -110,8 +110,7 @@ def test_every_form_arrives_bitwise(
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_run_is_saved_and_loaded_bitwise(level: str, tmp_path: Path) -> None:
-    run = Run(level)
-    run.iterate()
+    run = Run(level).play("iterate")
     run.save(tmp_path / "device")
     other, host = Run(level, seed=1), Run(level, seed=2, device="cpu")
     for one in (other, host):
@@ -131,12 +130,10 @@ def test_training_goes_on_while_it_is_saved(
     level: str, chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(staging, "CHUNK", chunk)
-    run = Run(level)
-    run.iterate()
+    run = Run(level).play("iterate")
     run.save(tmp_path / "before")
     saving = run.save(tmp_path / "meanwhile", asynchronous=True)
-    for _ in range(3):
-        run.iterate()
+    run.iterate(*range(3))
     with torch.no_grad():
         for tensor in (*run.model.parameters(), *run.model.buffers()):
             tensor.zero_()
@@ -243,8 +240,7 @@ def test_a_load_that_fails_puts_back_what_it_wrote_to(tmp_path: Path) -> None:
 
 
 def test_a_default_device_changes_nothing(tmp_path: Path) -> None:
-    run = Run("O5")
-    run.iterate()
+    run = Run("O5").play("iterate")
     run.save(tmp_path / "before", extra=[torch.arange(3)])
     with torch.device("cuda:0"):
         run.save(tmp_path / "a", extra=[torch.arange(3)])

@@ -6,6 +6,7 @@ So it is where gradients are released, and wait there for their step.
 
 import copy
 import gc
+import operator
 import pickle
 import weakref
 from collections.abc import Callable
@@ -229,9 +230,7 @@ def test_pinned_memory_is_that_of_three_runs(monkeypatch: pytest.MonkeyPatch) ->
     targets = [torch.empty(512, dtype=torch.bfloat16, device="cuda") for _ in sources]
     ops.cast_copy_(sources, targets)
     assert sizes == [4096] * 3
-    assert [torch.equal(t.cpu(), s.bfloat16()) for t, s in zip(targets, sources, strict=True)] == [
-        True
-    ] * 9
+    assert same([target.cpu() for target in targets], [source.bfloat16() for source in sources])
     sizes.clear()
     ops.cast_copy_([torch.randn(4097)], [torch.empty(4097, dtype=torch.bfloat16, device="cuda")])
     assert sizes == [8256]  # of a tensor that is larger than a run
@@ -295,8 +294,7 @@ def on_device() -> int:
 def test_nothing_of_a_gradient_is_left(kept: Kept) -> None:
     """Neither after a backward, nor within the accumulation of several."""
     before = on_device()
-    run = Run("released", kept)
-    run.play("iterate 0 1")
+    run = Run("released", kept).play("iterate 0 1")
     weights = sum(t.nbytes for t in (*run.model.parameters(), *run.model.buffers()))
     for _ in range(2):
         for _ in range(3):
@@ -338,22 +336,13 @@ def test_memory_on_the_host_stays_but_where_somebody_holds_gradients(kept: Kept)
 
 
 def test_a_dropped_engine_sends_nothing_away() -> None:
-    run = Run("released", ("O4", "full"))
-    run.play("iterate 0 1 2")
+    run = Run("released", ("O4", "full")).play("iterate 0 1 2")
     weight, engine = next(run.model.parameters()), weakref.ref(run.engine)
     del run
     gc.collect()
     assert engine() is None
     (weight * 2.0).sum().backward()
     assert torch.equal(weight.grad.cpu(), torch.full((256, 16), 2.0))  # pyright: ignore
-
-
-def _write_part(grad: torch.Tensor) -> None:
-    grad[0] = 0.0
-
-
-def _set_data(grad: Any) -> None:
-    grad.data = torch.ones(grad.shape, dtype=grad.dtype).cuda()
 
 
 LOOKS: dict[str, Callable[[Any], Any]] = {
@@ -372,10 +361,10 @@ LOOKS: dict[str, Callable[[Any], Any]] = {
     "item": lambda grad: grad.sum(),
     "items": list,
     "new_tensor": lambda grad: grad.new_tensor(grad),
-    "part": _write_part,
+    "part": lambda grad: operator.setitem(grad, 0, 0.0),
     "pickle": pickle.dumps,
     "set_": lambda grad: grad.set_(torch.ones(grad.shape, dtype=grad.dtype).cuda()),
-    "set data": _set_data,
+    "set data": lambda grad: setattr(grad, "data", torch.ones(grad.shape, dtype=grad.dtype).cuda()),
     "tensor": torch.tensor,
     "to host": lambda grad: grad.cpu(),
     "to list": lambda grad: grad.tolist(),
