@@ -101,14 +101,13 @@ def test_a_group_without_gradients_is_left_out_under_a_scaler(given: dict[str, f
     used, unused = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
     optimizer = optimizers.FusedSGD([{"params": [used]}, {"params": [unused]}], lr=0.5, **given)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    twin = nn.Parameter(torch.ones(3))
+    plain = torch.optim.SGD([twin], lr=0.5, **given)
     for _ in range(2):
         optimizer.zero_grad()
         scaler.scale((used * 2.0).sum()).backward()
         scaler.step(optimizer)
         scaler.update()
-    twin = nn.Parameter(torch.ones(3))
-    plain = torch.optim.SGD([twin], lr=0.5, **given)
-    for _ in range(2):
         twin.grad = torch.full((3,), 2.0)
         plain.step()
     assert torch.equal(used, twin)
@@ -123,16 +122,15 @@ def test_a_skipped_first_step_of_a_late_parameter_is_not_its_first(
     early, late = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     optimizer: Any = optimizers.FusedSGD([early, late], lr=0.5, momentum=0.5, dampening=0.5)
 
-    def step(found_inf: float) -> None:
-        early.grad = torch.full((2,), 0.5)
+    def step(found_inf: float, *params: nn.Parameter) -> None:
+        for param in params:
+            param.grad = torch.full((2,), 0.5)
         optimizer.grad_scale, optimizer.found_inf = torch.tensor(1.0), torch.tensor(found_inf)
         optimizer.step()
 
     for _ in range(3):
-        step(0.0)
-    late.grad = torch.full((2,), 0.5)
-    step(1.0)
-    late.grad = torch.full((2,), 0.5)
-    step(0.0)
+        step(0.0, early)
+    step(1.0, early, late)
+    step(0.0, early, late)
     assert torch.equal(late, torch.full((2,), 0.75))
     assert torch.equal(optimizer.state[late]["momentum_buffer"], torch.full((2,), 0.5))

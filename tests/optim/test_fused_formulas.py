@@ -30,7 +30,7 @@ from preamp.optimizers import FusedAdagrad, FusedAdam, FusedLARS, FusedSGD
 
 SHAPES = ((3, 2), (4,), (), (2, 0), (5, 3))
 STEPS = 4
-ABSENT = ((0, 1), (3, 4))  # at these steps this parameter has no gradient
+ABSENT = {0: 1, 3: 4}  # at these steps this parameter has no gradient
 
 
 def train(
@@ -51,16 +51,12 @@ def train(
     oracle = Oracle(case, groups, options, dtype, stored)
     for step in range(STEPS):
         grads: list[Any] = list(gradients(SHAPES, step, dtype))
-        for when, which in ABSENT:
-            if step == when:
-                grads[which] = None
+        if step in ABSENT:
+            grads[ABSENT[step]] = None
         if step == 2:
             for group, own in zip(optimizer.param_groups, oracle.options, strict=True):
                 own["lr"] = own["lr"] / 2
-                if isinstance(group["lr"], torch.Tensor):
-                    group["lr"].mul_(0.5)
-                else:
-                    group["lr"] /= 2
+                group["lr"] *= 0.5  # a tensor in place
         for param, grad in zip(params, grads, strict=True):
             param.grad = None if grad is None else grad.clone()
         with unread():
@@ -159,12 +155,8 @@ APEX_ORDER = {
 
 @pytest.mark.parametrize("name", APEX_ORDER)
 def test_arguments_may_be_passed_by_position_as_in_apex(name: str) -> None:
-    signature = inspect.signature(getattr(optimizers, name))
-    positional = [
-        parameter.name
-        for parameter in signature.parameters.values()
-        if parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
-    ]
+    found = inspect.signature(getattr(optimizers, name)).parameters.values()
+    positional = [each.name for each in found if each.kind is each.POSITIONAL_OR_KEYWORD]
     assert positional == ["params", *APEX_ORDER[name].split()]
 
 
@@ -175,10 +167,10 @@ OWN_SHAPES = ((3, 2), (4,), ())
 OWN_ADAM = {"lr": 0.05, "betas": (0.8, 0.9), "weight_decay": 0.1}
 
 
-def trained(make: Callable[[Any], torch.optim.Optimizer], steps: int = 6) -> list[torch.Tensor]:
+def trained(kind: Any, **options: Any) -> list[torch.Tensor]:
     params = parameters(OWN_SHAPES, torch.float64)
-    optimizer = make(params)
-    for step in range(steps):
+    optimizer = kind(params, **options)
+    for step in range(6):
         for param, grad in zip(params, gradients(OWN_SHAPES, step, torch.float64), strict=True):
             param.grad = grad
         optimizer.step()
@@ -186,24 +178,15 @@ def trained(make: Callable[[Any], torch.optim.Optimizer], steps: int = 6) -> lis
 
 
 @pytest.mark.parametrize(
-    ("ours", "theirs"),
+    ("ours", "own", "theirs", "options"),
     [
-        (lambda p: FusedAdam(p, **OWN_ADAM), lambda p: torch.optim.AdamW(p, **OWN_ADAM)),
-        (
-            lambda p: FusedAdam(p, adam_w_mode=False, **OWN_ADAM),
-            lambda p: torch.optim.Adam(p, **OWN_ADAM),
-        ),
-        (
-            lambda p: FusedAdam(p, capturable=True, **OWN_ADAM),
-            lambda p: torch.optim.AdamW(p, **OWN_ADAM),
-        ),
-        (
-            lambda p: FusedAdagrad(p, lr=0.1, weight_decay=0.1),
-            lambda p: torch.optim.Adagrad(p, lr=0.1, weight_decay=0.1),
-        ),
+        (FusedAdam, {}, torch.optim.AdamW, OWN_ADAM),
+        (FusedAdam, {"adam_w_mode": False}, torch.optim.Adam, OWN_ADAM),
+        (FusedAdam, {"capturable": True}, torch.optim.AdamW, OWN_ADAM),
+        (FusedAdagrad, {}, torch.optim.Adagrad, {"lr": 0.1, "weight_decay": 0.1}),
         *(
-            (lambda p, o=o: FusedSGD(p, **o), lambda p, o=o: torch.optim.SGD(p, **o))
-            for o in (
+            (FusedSGD, {}, torch.optim.SGD, options)
+            for options in (
                 {"lr": 0.1},
                 {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1},
                 {"lr": 0.1, "momentum": 0.9, "dampening": 0.5},
@@ -212,8 +195,8 @@ def trained(make: Callable[[Any], torch.optim.Optimizer], steps: int = 6) -> lis
         ),
     ],
 )
-def test_torch_computes_the_same(ours: Any, theirs: Any) -> None:
-    for a, b in zip(trained(ours), trained(theirs), strict=True):
+def test_torch_computes_the_same(ours: Any, own: Options, theirs: Any, options: Options) -> None:
+    for a, b in zip(trained(ours, **own, **options), trained(theirs, **options), strict=True):
         assert torch.allclose(a, b, rtol=1e-13, atol=1e-15)
 
 

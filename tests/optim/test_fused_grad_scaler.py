@@ -5,6 +5,7 @@ import copy
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -147,13 +148,8 @@ def test_autocast_and_scaler_of_torch_around_any_of_them(
 def test_other_keywords_are_refused(name: str) -> None:
     params, optimizer = make(torch.float32, BUILDS[name])
     backward(params, 1.0, 0).backward()
-    assert_refused(
-        "optim",
-        "a misspelled grad_scaler",
-        lambda: optimizer.step(gradscaler=None),
-        optimizer,
-        kind=type(optimizer).__name__,
-    )
+    act, kind = partial(optimizer.step, gradscaler=None), type(optimizer).__name__
+    assert_refused("optim", "a misspelled grad_scaler", act, optimizer, kind=kind)
 
 
 @every_build

@@ -4,6 +4,7 @@
 import copy
 import io
 import pickle
+from functools import partial
 from typing import Any
 
 import pytest
@@ -113,9 +114,8 @@ def test_a_refused_checkpoint_changes_nothing() -> None:
     step(params, optimizer, 0)
     before = copy.deepcopy(optimizer.state_dict())
     other = FusedAdam([nn.Parameter(torch.ones(2))]).state_dict()
-    assert_refused(
-        "optim", "groups of another size", lambda: optimizer.load_state_dict(other), optimizer
-    )
+    act = partial(optimizer.load_state_dict, other)
+    assert_refused("optim", "groups of another size", act, optimizer)
     optimizer.load_state_dict(before)  # and no hook is left behind
 
 
@@ -228,10 +228,7 @@ def test_zero_grad(case: FusedCase, own: bool, argument: bool | None) -> None:
     optimizer = case.kind(params, set_grad_none=own, **case.needs)
     for param in params[1:]:
         param.grad = torch.ones_like(param)
-    if argument is None:
-        optimizer.zero_grad()
-    else:
-        optimizer.zero_grad(set_to_none=argument)
+    optimizer.zero_grad(**({} if argument is None else {"set_to_none": argument}))
     assert params[0].grad is None
     drops = own if argument is None else argument
     for param in params[1:]:
@@ -308,22 +305,21 @@ def test_a_nan_stays_where_it_is() -> None:
 # -- NovoGrad's norms ------------------------------------------------------------------------
 
 
-def apex_checkpoint(dtypes: list[torch.dtype], norms: list[list[float]]) -> dict[str, Any]:
+def apex_checkpoint(params: list[nn.Parameter], *norms: list[float]) -> dict[str, Any]:
     """A checkpoint as Apex writes it: norms in the group, per dtype."""
-    state = {n: {"exp_avg": torch.ones(2, dtype=dtype)} for n, dtype in enumerate(dtypes)}
-    params = [nn.Parameter(torch.ones(2, dtype=dtype)) for dtype in dtypes]
+    state = {n: {"exp_avg": torch.ones_like(param.detach())} for n, param in enumerate(params)}
     group = FusedNovoGrad(params).state_dict()["param_groups"][0]
     group |= {"step": 3, "exp_avg_sq": [torch.tensor(values) for values in norms]}
     return {"state": state, "param_groups": [group]}
 
 
-MIXED = [torch.float32, torch.float16, torch.float32]
-
-
-def test_novograd_reads_apex_checkpoints() -> None:
-    params = [nn.Parameter(torch.ones(2, dtype=dtype)) for dtype in MIXED]
+def test_novograd_reads_apex_checkpoints_and_refuses_norms_that_do_not_fit() -> None:
+    mixed = (torch.float32, torch.float16, torch.float32)
+    params = [nn.Parameter(torch.ones(2, dtype=dtype)) for dtype in mixed]
     optimizer = FusedNovoGrad(params)
-    state = saved(apex_checkpoint(MIXED, [[2.5], [1.5, 3.5]]))
+    refused = partial(optimizer.load_state_dict, apex_checkpoint(params, [2.5], [1.5]))
+    assert_refused("optim", "norms that do not fit", refused, optimizer)
+    state = saved(apex_checkpoint(params, [2.5], [1.5, 3.5]))
     optimizer.load_state_dict(state)
     assert [optimizer.state[param]["exp_avg_sq"].item() for param in params] == [1.5, 2.5, 3.5]
     assert "exp_avg_sq" not in optimizer.param_groups[0]
@@ -334,15 +330,6 @@ def test_novograd_reads_apex_checkpoints() -> None:
     assert optimizer.param_groups[0]["step"] == 4
     norm = (0.999 * 1.5**2 + 0.001 * 2) ** 0.5
     assert optimizer.state[params[0]]["exp_avg_sq"].item() == pytest.approx(norm, rel=1e-6)
-
-
-def test_novograd_refuses_norms_that_do_not_fit() -> None:
-    params = [nn.Parameter(torch.ones(2, dtype=dtype)) for dtype in MIXED]
-    optimizer = FusedNovoGrad(params)
-    state = apex_checkpoint(MIXED, [[2.5], [1.5]])
-    assert_refused(
-        "optim", "norms that do not fit", lambda: optimizer.load_state_dict(state), optimizer
-    )
 
 
 # -- full-precision copies -------------------------------------------------------------------

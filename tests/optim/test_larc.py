@@ -84,14 +84,11 @@ def test_around_other_optimizers(kind: str) -> None:
     assert not torch.equal(param, torch.ones(3))
 
 
-class Twice(FusedSGD):
-    """Hooks run in both of its steps."""
-
-    def step(self, closure: Any = None) -> Any:
-        return super().step(closure)
-
-
 def test_an_optimizer_whose_hooks_run_twice_is_adapted_once() -> None:
+    class Twice(FusedSGD):  # hooks run in both of its steps
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure)
+
     params = [nn.Parameter(torch.tensor(1.0)) for _ in range(2)]
     for param, kind in zip(params, (FusedSGD, Twice), strict=True):
         param.grad = torch.tensor(1.0)
@@ -99,12 +96,11 @@ def test_an_optimizer_whose_hooks_run_twice_is_adapted_once() -> None:
     assert_same(*(param.detach() for param in params))
 
 
-class Fails(torch.optim.SGD):
-    def step(self, closure: Any = None) -> Any:
-        raise MemoryError(f"with weight decay {self.param_groups[0]['weight_decay']}")
-
-
 def test_weight_decay_comes_back_when_the_step_raises() -> None:
+    class Fails(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            raise MemoryError(f"with weight decay {self.param_groups[0]['weight_decay']}")
+
     param = nn.Parameter(torch.ones(1))
     larc = LARC(Fails([param], lr=0.1, weight_decay=0.25))
     param.grad = torch.ones(1)

@@ -7,6 +7,7 @@ import itertools
 import pickle
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -217,12 +218,9 @@ def test_moments_that_would_be_rounded_once_more_are_refused(source: str, target
     step(params, saved, 0)
     others, optimizer = made("adam", target)
     step(others, optimizer, 1)
-    state, words = copy.deepcopy(saved.state_dict()), {"8bit": "8 bits"}
+    load = partial(optimizer.load_state_dict, copy.deepcopy(saved.state_dict()))
+    words = {"8bit": "8 bits"}
     said = {"source": words.get(source, source), "target": words.get(target, target)}
-
-    def load() -> None:
-        optimizer.load_state_dict(state)
-
     assert_refused("optim", "moments of another storage", load, optimizer, **said)
     saved.storage = STORAGES[target]
     assert_refused("optim", "moments of another storage", saved.step, saved, **said)
