@@ -63,14 +63,30 @@ def _matrix_pair() -> tuple[Any, ...]:
     return (_square(1), _square(2))
 
 
+_OF_TWO_MATRICES = (
+    "linear matmul mm __matmul__ __rmatmul__ vecdot cosine_similarity pairwise_distance dist cdist "
+    "poisson_nll_loss kl_div l1_loss mse_loss smooth_l1_loss huber_loss "
+    "multilabel_soft_margin_loss binary_cross_entropy_with_logits binary_cross_entropy "
+    "solve lstsq solve_ex triangular_solve cholesky_solve igamma igammac complex polar "
+    "add_ sub_ mul_ div_ atan2_ eq_ ge_ gt_ le_ lt_ ne_"
+)
+_ALONG_A_DIMENSION = (
+    "softmin softmax log_softmax cumprod cumsum cumprod_ cumsum_ logsumexp logcumsumexp"
+)
 _CALLS: dict[str, Callable[[], tuple[Any, ...]]] = {
     **{f"conv{d}d": (lambda d=d: (_image(d), _kernel(d))) for d in (1, 2, 3)},
     **{f"conv_transpose{d}d": (lambda d=d: (_image(d), _kernel(d))) for d in (1, 2, 3)},
     "conv_tbc": lambda: (_batch(), _batch(3), _vector()),
     "prelu": lambda: (_square(), _vector(size=1)),
-    "linear": _matrix_pair,
-    **dict.fromkeys(["matmul", "mm", "__matmul__", "__rmatmul__"], _matrix_pair),
-    **dict.fromkeys(["addmm", "addmm_"], lambda: (_square(0), _square(1), _square(2))),
+    **dict.fromkeys(_OF_TWO_MATRICES.split(), _matrix_pair),
+    **dict.fromkeys(
+        ["addmm", "addmm_", "addcdiv", "addcmul", "addcdiv_", "addcmul_"],
+        lambda: (_square(0), _square(1), _square(2)),
+    ),
+    **dict.fromkeys(
+        ["chain_matmul", "triplet_margin_loss", "gaussian_nll_loss"],
+        lambda: (_square(1), _square(2), _square(3)),
+    ),
     "bmm": lambda: (_batch(1), _batch(2)),
     **dict.fromkeys(["addbmm", "addbmm_"], lambda: (_square(), _batch(1), _batch(2))),
     **dict.fromkeys(["baddbmm", "baddbmm_"], lambda: (_batch(0), _batch(1), _batch(2))),
@@ -79,9 +95,7 @@ _CALLS: dict[str, Callable[[], tuple[Any, ...]]] = {
     **dict.fromkeys(["addr", "addr_"], lambda: (_square(), _vector(0), _vector(1))),
     "scaled_dot_product_attention": lambda: (_batch(1), _batch(2), _batch(3)),
     "einsum": lambda: ("ij,jk->ik", _square(1), _square(2)),
-    "chain_matmul": lambda: (_square(1), _square(2), _square(3)),
     "tensordot": lambda: (_square(1), _square(2), 1),
-    "vecdot": _matrix_pair,
     "multi_dot": lambda: ([_square(1), _square(2), _square(3)],),
     "lstm": lambda: _lstm(4, has_cell=True),
     "gru": lambda: _lstm(3, has_cell=False),
@@ -89,24 +103,15 @@ _CALLS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "lstm_cell": lambda: _cell(4, has_cell=True),
     "gru_cell": lambda: _cell(3, has_cell=False),
     **dict.fromkeys(["rnn_tanh_cell", "rnn_relu_cell"], lambda: _cell(1, has_cell=False)),
-    **dict.fromkeys(
-        ["softmin", "softmax", "log_softmax", "cumprod", "cumsum", "cumprod_", "cumsum_"],
-        lambda: (_square(), -1),
-    ),
-    **dict.fromkeys(["logsumexp", "logcumsumexp"], lambda: (_square(), -1)),
+    **dict.fromkeys(_ALONG_A_DIMENSION.split(), lambda: (_square(), -1)),
     "layer_norm": lambda: (_square(), [4], _vector(1), _vector(2)),
     "rms_norm": lambda: (_square(), [4], _vector(1)),
     "group_norm": lambda: (_image(2), 2),
     "local_response_norm": lambda: (_image(2), 2),
-    **dict.fromkeys(["cosine_similarity", "pairwise_distance", "dist", "cdist"], _matrix_pair),
     **dict.fromkeys(["renorm", "renorm_"], lambda: (_square(), 2, 0, 0.5)),
     **dict.fromkeys(["interpolate", "upsample"], lambda: (_image(2), [8, 8])),
     "grid_sample": lambda: (_image(2), torch.rand(1, 3, 3, 2)),
     "affine_grid": lambda: (torch.rand(1, 2, 3), [1, 2, 4, 4]),
-    **dict.fromkeys(
-        ["poisson_nll_loss", "kl_div", "l1_loss", "mse_loss", "smooth_l1_loss", "huber_loss"],
-        _matrix_pair,
-    ),
     "cosine_embedding_loss": lambda: (_square(1), _square(2), _SIGNS),
     "cross_entropy": lambda: (_square(), _CLASSES, _vector()),
     "nll_loss": lambda: (_square(), _CLASSES),
@@ -114,12 +119,7 @@ _CALLS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "margin_ranking_loss": lambda: (_vector(1), _vector(2), _SIGNS),
     "soft_margin_loss": lambda: (_vector(), _SIGNS),
     "multilabel_margin_loss": lambda: (_square(), torch.tensor([[3, 0, -1, 1]] * 4)),
-    "multilabel_soft_margin_loss": _matrix_pair,
     "multi_margin_loss": lambda: (_square(), _CLASSES),
-    "binary_cross_entropy_with_logits": _matrix_pair,
-    "binary_cross_entropy": _matrix_pair,
-    "triplet_margin_loss": lambda: (_square(1), _square(2), _square(3)),
-    "gaussian_nll_loss": lambda: (_square(1), _square(2), _square(3)),
     "ctc_loss": lambda: (
         _batch().transpose(0, 1),
         torch.tensor([[1, 2], [2, 1]]),
@@ -130,13 +130,11 @@ _CALLS: dict[str, Callable[[], tuple[Any, ...]]] = {
         ["pow", "__pow__", "__rpow__", "__ipow__", "pow_", "__rdiv__", "__rtruediv__"],
         lambda: (_square(), 2.0),
     ),
-    **dict.fromkeys(["solve", "lstsq"], _matrix_pair),
     "solve_triangular": lambda: (_square().triu(), _square(2)),
     **dict.fromkeys(
         ["cholesky", "cholesky_ex", "eigh", "eigvalsh", "ldl_factor", "ldl_factor_ex"],
         lambda: (_symmetric(),),
     ),
-    **dict.fromkeys(["solve_ex", "triangular_solve", "cholesky_solve"], _matrix_pair),
     "cholesky_inverse": lambda: (_square().tril(),),
     "orgqr": lambda: (_square(), _vector()),
     "vander": lambda: (_vector(),),
@@ -147,14 +145,10 @@ _CALLS: dict[str, Callable[[], tuple[Any, ...]]] = {
     **dict.fromkeys(["pca_lowrank", "svd_lowrank"], lambda: (_square(), 2)),
     **dict.fromkeys(["quantile", "nanquantile"], lambda: (_square(), 0.25)),
     "histogram": lambda: (_square(), 4),
-    **dict.fromkeys(["igamma", "igammac", "complex", "polar"], _matrix_pair),
     "view_as_complex": lambda: (_batch()[..., :2].contiguous(),),
     "matrix_power": lambda: (_square(), 3),
     "tensorinv": lambda: (_square().reshape(4, 2, 2), 1),
     "householder_product": lambda: (_square(), _vector()),
-    **dict.fromkeys(
-        ["addcdiv", "addcmul", "addcdiv_", "addcmul_"], lambda: (_square(0), _square(1), _square(2))
-    ),
     **dict.fromkeys(
         ["dot", "vdot", "inner", "kron", "outer", "ger"], lambda: (_vector(1), _vector(2))
     ),
@@ -163,9 +157,6 @@ _CALLS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "scatter_add": lambda: (_square(), 0, torch.tensor([[0, 1, 2, 0]]), _square(1)[:1]),
     "cross": lambda: (_vector(1, 3), _vector(2, 3)),
     "bilinear": lambda: (_square(1), _square(2), _batch()),
-    **dict.fromkeys(
-        [f"{name}_" for name in "add sub mul div atan2 eq ge gt le lt ne".split()], _matrix_pair
-    ),
     "where": lambda: (torch.tensor([True, False, True, False]), _vector(1), _vector(2)),
 }
 

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Installing and removing: every attribute is exactly what it was."""
 
-import importlib
 import itertools
 import threading
 import types
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 
 import pytest
 import torch
@@ -18,14 +18,7 @@ from preamp.casting.mixed import install_mixed_calls
 from preamp.casting.patches import PATCH_LOCK, PATCHES, PatchLock, PatchTable, Rank, SharedInstall
 from preamp.core.undo import Removable
 
-OWNERS = (
-    torch,
-    torch.Tensor,
-    F,
-    torch.linalg,
-    torch.autograd,
-    importlib.import_module("torch._VF"),
-)
+OWNERS = (torch, torch.Tensor, F, torch.linalg, torch.autograd, import_module("torch._VF"))
 
 
 def _attributes() -> list[dict[str, int]]:

@@ -138,8 +138,7 @@ def test_scripted_functions_and_modules_see_the_originals(made: Any) -> None:
 
 
 def test_scripting_works_after_the_patches_are_gone(wrapped: None) -> None:
-    handle = held(install_function_casts)
-    handle.remove()
+    held(install_function_casts).remove()
     assert torch.jit.script(c_functions)(torch.rand(4, 4)).shape == (8, 4)
 
 
@@ -158,12 +157,8 @@ print(torch.func.hessian(lambda x: (x**3).sum())(x).allclose(torch.diag(6 * x)))
 @pytest.mark.full
 def test_forward_mode_derivatives_begin_under_patches() -> None:
     """In a process of its own: torch scripts the formulas once."""
-    run = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", FORWARD_MODE],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    call = [sys.executable, "-W", "ignore", "-c", FORWARD_MODE]
+    run = subprocess.run(call, capture_output=True, text=True, check=False)
     assert run.stdout.split() == ["True", "True"], run.stderr
 
 

@@ -29,13 +29,6 @@ pytestmark = pytest.mark.usefixtures("function_casts")
 DTYPES = {"bf16": BF16, "f16": F16, "f32": F32}
 
 
-class Cycle:
-    """Something that only the garbage collector frees."""
-
-    def __init__(self) -> None:
-        self.me = self
-
-
 class Script:
     """A program of acts; those of `Script.WITHIN` hold until their ``end``.
 
@@ -157,7 +150,10 @@ class Script:
 
     def collected(self) -> None:
         """End the latest casts as the garbage collector does, in the middle of anything."""
-        weakref.finalize(Cycle(), self.pushes.pop().unwind)
+        cycle = Probe()
+        cycle.inside = cycle  # so that only the collector frees it
+        weakref.finalize(cycle, self.pushes.pop().unwind)
+        del cycle
         gc.collect()
 
     def forked(self) -> None:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from casting.op_examples import example
-from casting.probe import held, install_wide_half
+from casting.probe import BF16, F16, F32, held, install_wide_half
 from preamp.casting.functions import (
     install_function_casts,
     install_wide_where_slow,
@@ -20,8 +20,6 @@ from preamp.casting.regions import attach_cast_region
 from preamp.core.pytree import map_tensors
 from preamp.core.torch_private.observe import ObservedOps
 from preamp.kernels.wide_half import WIDE_FUNCTIONS, cpu_lacks_matmul, native_products
-
-F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 
 either_half = pytest.mark.parametrize("half", [F16, BF16], ids=str)
 

@@ -50,30 +50,20 @@ def test_embeddings_with_sparse_gradients_go_on_bitwise(
     assert torch.equal(resumed[0].weight, whole[0].weight)
 
 
-class Counting(optim.SGD):
-    """Has state that is of no parameter."""
-
-    def step(self, closure: Any = None) -> Any:
-        known: Any = self.state
-        known["calls"] = known["calls"] + 1 if "calls" in known else 1
-        return super().step(closure)
-
-
 def test_state_of_no_parameter_and_of_another_dtype(tmp_path: Path) -> None:
-    def make() -> tuple[nn.Module, optim.Optimizer]:
+    def make() -> tuple[nn.Module, Any]:
         model = nn.Linear(2, 2)
-        return model, Counting(model.parameters(), lr=0.1)
+        return model, optim.SGD(model.parameters(), lr=0.1)
 
     model, optimizer = make()
-    optimizer.step()
-    optimizer.step()
+    optimizer.state["calls"] = 2  # as of an optimizer that counts its steps
     optimizer.state[model.weight]["mean"] = mean = torch.full((2, 2), 0.1, dtype=torch.float64)
     preamp.save_checkpoint(tmp_path / "a.safetensors", model, optimizer)
     model, optimizer = make()
     model.weight.grad = torch.ones(2, 2)  # which no engine knows of
     preamp.load_checkpoint(tmp_path / "a.safetensors", model, optimizer)
     assert model.weight.grad is None
-    assert optimizer.state["calls"] == 2  # type: ignore[comparison-overlap]
+    assert optimizer.state["calls"] == 2
     assert same(optimizer.state[model.weight]["mean"], mean)
 
 

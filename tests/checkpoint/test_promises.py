@@ -328,13 +328,8 @@ KILLS = int(os.environ.get("PREAMP_KILLS", "8"))
 
 def test_killed_while_saving(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
-    options = ["--kills", str(KILLS), "--saves", "0", "--out", str(rows)]
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(TOOL), *options],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    call = [sys.executable, "-W", "ignore", str(TOOL), "--kills", str(KILLS), "--saves", "0"]
+    done = subprocess.run([*call, "--out", str(rows)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     killed = json.loads(rows.read_text(encoding="utf-8"))["kinds"]["kills"]
     assert killed["kills"] >= KILLS

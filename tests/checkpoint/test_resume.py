@@ -87,9 +87,6 @@ def test_resume_after_any_step(level: str, optimizer: str, tmp_path: Path, data:
     check_resume(tmp_path, acts, stop, level, optimizer, num_losses=2, **options)
 
 
-DYNAMIC: dict[str, Any] = {"num_losses": 2, "loss_scale": "dynamic"}
-
-
 TWO = (
     "random_backward; random_backward 1 second delay; random_backward 1 second; "
     "scheduled_step 0; scheduled_step 1; zero; "
@@ -102,7 +99,8 @@ TWO = (
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 def test_two_models_and_optimizers(level: str, stop: int, tmp_path: Path) -> None:
-    check_resume(tmp_path, TWO, stop, level, "FusedAdam", "SGD", **DYNAMIC)
+    options: dict[str, Any] = {"num_losses": 2, "loss_scale": "dynamic"}
+    check_resume(tmp_path, TWO, stop, level, "FusedAdam", "SGD", **options)
 
 
 @pytest.mark.parametrize(("level", "optimizer"), [("O0", "FusedSGD"), ("O2", "SGD")])
@@ -154,12 +152,8 @@ def test_random_states_of_all_libraries(tmp_path: Path) -> None:
     run.save(tmp_path / "run.safetensors")
 
     def draw() -> tuple[Any, ...]:
-        return (
-            torch.rand(3).tolist(),
-            random.random(),
-            random.gauss(0, 1),
-            np.random.standard_normal(3).tolist(),
-        )
+        python = random.random(), random.gauss(0, 1)
+        return torch.rand(3).tolist(), *python, np.random.standard_normal(3).tolist()
 
     expected = draw()
     run.load(tmp_path / "run.safetensors")

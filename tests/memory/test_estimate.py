@@ -446,15 +446,8 @@ def of_values(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return loss if loss.item() > 0 else -loss
 
 
-KNOWN = nn.Linear(8, 16)
-
-
-class Locked(nn.Linear):
-    """Cannot be copied."""
-
-    def __init__(self) -> None:
-        super().__init__(8, 16)
-        self.lock = threading.Lock()
+KNOWN, LOCKED = nn.Linear(8, 16), nn.Linear(8, 16)
+vars(LOCKED)["lock"] = threading.Lock()  # which cannot be copied
 
 
 def of(model: Any = 10, opt_level: Any = "O5", **arguments: Any) -> Callable[[], object]:
@@ -491,7 +484,7 @@ REFUSED: dict[str, Callable[[], object]] = {
     "a loss without a batch": peak(batch=None),
     "a peak of a sharded model": peak(world_size=2, sharding="fsdp"),
     "a loss of another model": peak(loss_fn=lambda model, batch: mean(KNOWN, batch)),
-    "a model that cannot be copied": of(Locked(), loss_fn=mean, batch=torch.ones(4, 8)),
+    "a model that cannot be copied": of(LOCKED, loss_fn=mean, batch=torch.ones(4, 8)),
     "counting without an engine": lambda: preamp.count_memory(nn.Linear(8, 16)),
     "a factory of no module": lambda: parse_call("nowhere:f").import_function(),
     "a factory that is not there": lambda: parse_call("torch.nn:Linea").import_function(),

@@ -44,12 +44,9 @@ def exactly(tensor: torch.Tensor) -> Any:
     """The values as float64, by their bits: no processor flag can flush them."""
     wide = tensor.detach().reshape(-1).contiguous()
     if wide.dtype is torch.bfloat16:
-        bits = wide.view(torch.int16).numpy().astype(np.int32) << 16
-        return _widened(bits.view(np.float32))
-    return _widened(wide.numpy())
-
-
-def _widened(values: Any) -> Any:
+        values = (wide.view(torch.int16).numpy().astype(np.int32) << 16).view(np.float32)
+    else:
+        values = wide.numpy()
     with np.errstate(invalid="ignore"):  # numpy tells of every signalling nan
         return values.astype(np.float64)
 
@@ -209,11 +206,9 @@ def test_every_exponent_is_counted_right(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("shape", [(3, 2, 5, 4), (8, 4, 20, 30)], ids=str)
 def test_layouts(layout: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     made = torch.Generator().manual_seed(0)
-    values = (torch.randn(shape, generator=made) * torch.rand(shape, generator=made) ** 30).to(
-        dtype
-    )
-    laid = layout(values)
-    assert counts_of(laid) == expected(values)
+    wide = torch.randn(shape, generator=made) * torch.rand(shape, generator=made) ** 30
+    values = wide.to(dtype)
+    assert counts_of(layout(values)) == expected(values)
 
 
 @pytest.mark.parametrize("elements", [100, 20_000])

@@ -105,12 +105,6 @@ def lossy(headroom: float, *before: Record) -> list[Record]:
     return [*(before or CALM), seen]
 
 
-def at_the_top() -> list[Record]:
-    policy = {"loss_scale": "dynamic", "max_loss_scale": str(2.0**24)}
-    steps = [made.step(n, scales={0: 2.0**24}) for n in range(4)]
-    return lossy(4.5, made.start(policy=policy), *steps)
-
-
 def near(largest: float) -> list[Record]:
     """A gradient is not finite at a static scale, and another one reached so far."""
     tensors = made.tensor(nonfinite=3, max_abs=9.0), made.tensor("head", max_abs=largest)
@@ -136,16 +130,6 @@ def taken(*later: Record) -> list[Record]:
     overflow = made.overflow(2, "b.weight", kinds=["inf"], was_skipped=False)
     start = made.start(policy={"loss_scale": "1024.0"})
     return [start, made.step(1), made.step(2), overflow, *later]
-
-
-def in_turn() -> list[Record]:
-    steps = [made.step(n, skipped=bool(o), optimizer=o) for n in range(1, 20) for o in (0, 1)]
-    return [made.start(), *steps, LOOK]
-
-
-def growing_under_nan() -> list[Record]:
-    looks = [made.look(n, made.tensor(rms=size)) for n, size in ((1, 0.01), (2, 9.0))]
-    return [*run_of(math.nan, math.nan), *looks]
 
 
 CASES: dict[str, tuple[list[Record], list[Record]]] = {  # by rule: where it speaks, and not
@@ -229,7 +213,9 @@ MORE: dict[str, list[Record]] = {
     "float32 without tensors": [made.start(opt_level="O0"), *STEPS],
     "float32 loses nothing": lossy(0.1, made.start(opt_level="O0"), *STEPS),
     "nan in between": run_of(8.0, math.nan, 7.0, math.nan, math.inf),
-    "gradients that grow under nan": growing_under_nan(),
+    "gradients that grow under nan": [
+        *run_of(math.nan, math.nan),
+        *(made.look(n, made.tensor(rms=size)) for n, size in ((1, 0.01), (2, 9.0)))],
     "wild, with a good end": [*run_of(*WILD), LOOK],
     "a loss that went up": [*run_of(2.0, 3.0, 1e9), LOOK],
     "a loss that went up four times": [*run_of(2.0, 2.0, 2.0, 8.1), LOOK],
@@ -239,7 +225,10 @@ MORE: dict[str, list[Record]] = {
     "skips before the first step": skipping(range(1, 9)),
     "a search that takes half of a run": skipping(range(1, 6), 10),
     "a shorter search": skipping(range(1, 6), 11),
-    "each optimizer by its own steps": in_turn(),
+    "each optimizer by its own steps": [
+        made.start(),
+        *(made.step(n, skipped=bool(o), optimizer=o) for n in range(1, 20) for o in (0, 1)),
+        LOOK],
     "skips without rates": scheduled(lambda n: None),
     "skips under a schedule": scheduled(lambda n: 1 / n),
     "skips at one rate": scheduled(lambda n: 0.1),
@@ -265,7 +254,10 @@ MORE: dict[str, list[Record]] = {
     "zeros of one batch": with_zeros((1.0, 0.5, 0.3, 0.3, 0.3), (0, 0, 0, 0, 100)),
     "room for a larger scale": lossy(4.5),
     "little room for a larger scale": lossy(1.5),
-    "a scale at its ceiling": at_the_top(),
+    "a scale at its ceiling": lossy(
+        4.5,
+        made.start(policy={"loss_scale": "dynamic", "max_loss_scale": str(2.0**24)}),
+        *(made.step(n, scales={0: 2.0**24}) for n in range(4))),
     # No smaller scale than the floor will come.
     "overflows down to 1": falling_to(1.0),
     "overflows down to 2": falling_to(2.0),

@@ -20,8 +20,6 @@ from preamp.report import render, write
 from preamp.report.gather import gather
 from report.pages import Outline, check_accessible, check_stands_alone
 
-MEGABYTE = 10**6
-
 
 def full() -> list[Record]:
     return made.named("blocks.0.attention.weight")
@@ -45,15 +43,10 @@ def test_hostile_names_are_text(name: str) -> None:
     text.encode("utf-8")
     assert {tag for tag, _ in page.elements} <= {tag for tag, _ in calm.elements} | {"p"}
     assert not [a for _, a in page.elements if any(n.startswith("on") for n in a)]
-    assert len(text) < MEGABYTE
+    assert len(text) < 10**6
     body = text[text.index("<header>") :]
     if "\u202e" in name or "\x00" in name:
         assert not {"\u202e", "\u2066", "\x00", "\x1b"} & set(body)
-
-
-def skips(*causes: Record, count: int = 1) -> list[Record]:
-    """So many steps, all of them skipped, at the causes that are told."""
-    return [*(made.step(n, skipped=True) for n in range(1, count + 1)), *causes]
 
 
 def looks(*changes: dict[str, dict[str, Any]], policy: Any = None) -> list[Record]:
@@ -85,7 +78,10 @@ PAGES: dict[str, Any] = {
         made.step(2),
         made.overflow(2, "b.weight", was_skipped=False),
     ],
-    "many skips": skips(*(made.overflow(n, f"p{n % 50}") for n in range(1, 5001)), count=5000),
+    "many skips": [
+        *(made.step(n, skipped=True) for n in range(1, 5001)),
+        *(made.overflow(n, f"p{n % 50}") for n in range(1, 5001)),
+    ],
     "layers in trouble first": looks(
         *in_turn(
             ("a.weight", lambda n: {"below_normal": n, "nonfinite": n == 2}),
