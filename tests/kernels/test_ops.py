@@ -200,12 +200,6 @@ def test_rounding_is_torchs(ops: Any, half: torch.dtype) -> None:
 # -- census and norms ------------------------------------------------------------------------------
 
 
-def largest_of(grads: Tensors) -> torch.Tensor:
-    """The largest magnitude of each, as a census tells it."""
-    every = [grad.detach().double().abs().reshape(-1) for grad in grads]
-    return torch.tensor([max([0.0, *each.tolist()]) for each in every]).float()
-
-
 def check_norms(ops: Any, grads: Tensors, ulps: float = ULPS) -> None:
     """The norm of each and of all, with factors and without, in the same bits each time."""
     total = Exact.of(torch.cat([grad.double().reshape(-1) for grad in grads])).norm()
@@ -227,7 +221,9 @@ def check_norms(ops: Any, grads: Tensors, ulps: float = ULPS) -> None:
     assert_within_ulps(census.norm, total, ulps, computed=F32)
     assert_same(census.found_inf, torch.tensor(0.0))
     census = ops.census(grads, CPU)
-    assert_same(census.max_abs, largest_of(grads))
+    every = [grad.detach().double().abs().reshape(-1) for grad in grads]
+    largest = torch.tensor([max([0.0, *each.tolist()]) for each in every]).float()
+    assert_same(census.max_abs, largest)
     assert (census.norm, census.found_inf.item()) == (None, 0.0)
 
 

@@ -187,13 +187,6 @@ def test_bfloat16_rounds_by_chance_to_the_nearest_two() -> None:
 BITS8 = (Format.SIGNED, Format.UNSIGNED)
 
 
-def scales_of(scales: torch.Tensor, shape: Any) -> torch.Tensor:
-    """The scale of each element."""
-    rows = shape[0]
-    wide = scales.repeat_interleave(BLOCK, 1)[:, : math.prod(shape[1:])]
-    return wide.reshape(rows, *shape[1:])
-
-
 @given(
     shape=st.sampled_from([*SHAPES, (3, 1), (2, 257), (0, 20), (4, 2, 64)]),
     power=st.integers(-126, 127),
@@ -217,7 +210,8 @@ def test_8_bits_are_within_a_step(
     assert codes.shape == wide.shape
     assert scales.shape == scales_shape(shape)
     found = decode(codes, scales, kind)
-    lowest = scales_of(scales, shape).double() * 2.0 ** (2 - BINADES[kind])
+    of_each = scales.repeat_interleave(BLOCK, 1)[:, : math.prod(shape[1:])].reshape(shape)
+    lowest = of_each.double() * 2.0 ** (2 - BINADES[kind])
     below = torch.exp2(torch.frexp(wide.double()).exponent - 1.0)
     step = torch.maximum(below, lowest) * 2.0**-MANTISSA
     assert ((found.double() - wide.double()).abs() < step + (step == 0)).all()

@@ -27,13 +27,8 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     environment = {**os.environ, "TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""}
     environment["PYTHONPATH"] = str(script.parents[2])  # where the cases are
     environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
-    ran = subprocess.run(
-        [sys.executable, script, *map(str, ARCHS)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    call = [sys.executable, script, *map(str, ARCHS)]
+    ran = subprocess.run(call, env=environment, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
     return json.loads(ran.stdout)
 
