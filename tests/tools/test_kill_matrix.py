@@ -99,6 +99,7 @@ def told(row: dict[str, Any]) -> tuple[str, list[str]]:
     return row["state"], sorted(name.partition("::")[2] for name in row["noticed"])
 
 
+@pytest.mark.full
 def test_it_tells_who_notices(tiny: tuple[Path, Rows]) -> None:
     drawn = tiny[1]
     above = told(drawn["x > 3 → x >= 3"])  # of a function in a decorator's cell
@@ -112,6 +113,7 @@ def test_it_tells_who_notices(tiny: tuple[Path, Rows]) -> None:
     assert drawn["without n -= 1"]["noticed"] == {"tests/test_sums.py::test_count": "hang"}
 
 
+@pytest.mark.full
 def test_a_planted_fault_is_noticed_and_tried_once(tiny: tuple[Path, Rows]) -> None:
     rows = run(tiny[0], "planted.jsonl", "--planted")
     assert [told(row) for row in rows.values()] == [("noticed", ["test_above"])]
@@ -124,6 +126,7 @@ def test_a_planted_fault_is_noticed_and_tried_once(tiny: tuple[Path, Rows]) -> N
     assert (tiny[0] / "planted.jsonl").read_text("utf-8").count('"tests"') == 1
 
 
+@pytest.mark.full
 def test_until_asks_the_shortest_tests_first_and_no_more(tiny: tuple[Path, Rows]) -> None:
     whole, rows = tiny[1], run(tiny[0], "until.jsonl", "--until", "1")
     assert told(rows["x > 3 → x >= 3"]) == ("noticed", ["test_below"])
@@ -135,6 +138,7 @@ def test_until_asks_the_shortest_tests_first_and_no_more(tiny: tuple[Path, Rows]
     assert "Run without --until" in printed
 
 
+@pytest.mark.full
 def test_spare_names_what_others_do_too(tiny: tuple[Path, Rows]) -> None:
     names = ["    4 tests/test_sums.py::test_total", "1 tests, 4 lines"]  # the longest of three
     assert call(tiny[0], "spare", "drawn.jsonl").splitlines() == names
@@ -142,6 +146,7 @@ def test_spare_names_what_others_do_too(tiny: tuple[Path, Rows]) -> None:
     assert [name in printed for name in ("above", "below", "count", "another")] == [1, 0, 0, 0]
 
 
+@pytest.mark.full
 def test_diff_names_what_is_lost(tiny: tuple[Path, Rows], capsys: Any) -> None:
     before, after = str(tiny[0] / "drawn.jsonl"), str(tiny[0] / "after.jsonl")
     rows = tiny[1] | {"x > 3 → x >= 3": {**tiny[1]["x > 3 → x >= 3"], "state": "not noticed"}}
