@@ -3,7 +3,8 @@
 
 PYTHON ?= python3
 ARGS ?=
-PYTEST_ARGS ?= -n auto --maxprocesses 8
+# Few tests at a time: a worker that gets many of the random programs at once would be the last one.
+PYTEST_ARGS ?= -n auto --maxprocesses 8 --maxschedchunk 8
 
 VENV := .venv
 BIN := $(VENV)/bin
