@@ -3,8 +3,8 @@
 
 PYTHON ?= python3
 ARGS ?=
-# Few tests at a time: a worker that gets many of the random programs at once would be the last one.
-PYTEST_ARGS ?= -n auto --maxprocesses 8 --maxschedchunk 8
+# A worker that has got most of the random programs hands some to those that have ended.
+PYTEST_ARGS ?= -n auto --maxprocesses 8 --dist worksteal
 
 VENV := .venv
 BIN := $(VENV)/bin
