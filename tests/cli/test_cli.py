@@ -38,7 +38,7 @@ def invoke(*arguments: str) -> Result:
 def printed(*arguments: str) -> str:
     done = invoke(*arguments)
     assert done.exit_code == 0, done.output
-    return done.output
+    return done.stdout
 
 
 def test_missing_packages_get_one_clear_message(
