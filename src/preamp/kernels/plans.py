@@ -162,7 +162,7 @@ class Standing:
         self._told: Any = None
         # Of each work which places are square, and where all but gradients lie
         self._at: list[tuple[list[int], list[Any]]] = []
-        self._grads: _Known | None = None
+        self._grads: _Known  # there once there are works
 
     def recall(self, lists: Sequence[Any], told: Any) -> bool:
         """Whether works may be started again, with their lists, and where their gradients lie.
@@ -170,9 +170,8 @@ class Standing:
         That is so if the update is ``told`` the same, gradients are as they were, and the others
         where they were. Else works, which may have lists by now, are forgotten.
         """
-        grads, self._grads = self._grads, None
         works, self.works = self.works, []
-        if grads is None or self._told != told or not grads.is_of([lists[GRADS]]):
+        if not works or self._told != told or not self._grads.is_of([lists[GRADS]]):
             return False
         for work, (squares, fixed) in zip(works, self._at, strict=True):
             plan: Plan = work.plan
@@ -182,7 +181,7 @@ class Standing:
             plan.at[GRADS] = own = _places_of(plan.rows[GRADS])
             if np.count_nonzero(own) < len(own):
                 _check_memory(plan.rows)
-        self._grads, self.works = grads, works
+        self.works = works
         return True
 
     def note(self, lists: Sequence[Any], told: Any, works: Sequence[Any]) -> None:
