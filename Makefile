@@ -61,7 +61,7 @@ bench: $(VENV)/.ready-dev  ## Measure, and print a table; options: make bench BE
 	for bench in $(BENCHES); do $(BIN)/python benchmarks/bench_$$bench.py $(ARGS) || exit 1; done
 	$(BIN)/python benchmarks/table.py
 
-wheel-test: $(VENV)/.ready-dev  ## Build the wheel and use it in an empty environment
+wheel-test: $(VENV)/.ready-venv  ## Build the wheel and use it in an empty environment
 	$(BIN)/python tools/check_wheel.py $(ARGS)
 
 docs: $(VENV)/.ready-docs $(VENV)/.ready-dev  ## Build the documentation into site/

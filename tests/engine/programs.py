@@ -28,7 +28,7 @@ from torch import nn
 
 import preamp
 from cases.levels import BY_NAME, LevelCase
-from kit.compare import NAMESPACES
+from kit.compare import names_of_torch, renamed
 from preamp import Storage
 from preamp.kernels.stored import (
     Format,
@@ -1273,7 +1273,10 @@ class World:
         else:  # skipped steps alone leave records
             kinds = {type(record) for record in self.engine.history}
             assert kinds <= {RunRecord, OverflowRecord, ResumeRecord}, kinds
-        names = differing_names(self.torch, names_of_torch())
+        now = names_of_torch()
+        names = {
+            owner: changed for owner in now if (changed := renamed(self.torch[owner], now[owner]))
+        }
         assert not names, f"changed: {names}"
         self.between()
         held = preamp.count_memory(self.engine)
@@ -1415,21 +1418,6 @@ class World:
                 if is_far and wanted is None and ours is not None:
                     wanted = torch.zeros_like(plain)  # of steps that the device has skipped
                 self.compare(ours, wanted, f"momentum of {name}")
-
-
-def names_of_torch() -> list[dict[str, int]]:
-    """What torch's functions are at present."""
-    return [
-        {name: id(value) for name, value in vars(owner).items()} for owner in NAMESPACES.values()
-    ]
-
-
-def differing_names(before: list[dict[str, int]], after: list[dict[str, int]]) -> list[str]:
-    if before == after:
-        return []
-    changed = [a.items() ^ b.items() for a, b in zip(before, after, strict=True)]
-    names = {name for each in changed for name, _ in each}
-    return sorted(names - {"__slotnames__"})  # which copying makes
 
 
 def names_of(model: Toy) -> tuple[str, ...]:

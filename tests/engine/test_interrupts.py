@@ -215,9 +215,13 @@ WATCHED = {"numerics": "full", "overflow": "trace", "loss_scale": "dynamic"}
 
 @pytest.mark.full
 @pytest.mark.parametrize("what", ["initialize", "close"])
-@pytest.mark.parametrize("options", [{}, WATCHED], ids=["plain", "watched"])
-@pytest.mark.parametrize("level", LEVEL_NAMES)
+@pytest.mark.parametrize(
+    ("level", "options"),
+    [("O0", {}), *((level, WATCHED) for level in LEVEL_NAMES)],
+    ids=["O0", *(f"{level} watched" for level in LEVEL_NAMES)],
+)
 def test_every_line(what: str, level: str, options: dict[str, Any]) -> None:
+    """An engine that watches runs all lines of one that does not, but two that O0 has."""
     check_lines(what, level, **options)
 
 

@@ -15,7 +15,7 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor):
         if not (isinstance(b, torch.Tensor) and a.dtype is b.dtype and a.shape == b.shape):
             return False
-        return bool(((a == b) | (a.isnan() & b.isnan())).all())
+        return torch.equal(a, b) or bool(((a == b) | (a.isnan() & b.isnan())).all())
     if isinstance(a, dict):
         return isinstance(b, dict) and a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
     if isinstance(a, (list, tuple)):
@@ -47,6 +47,20 @@ NAMESPACES: dict[str, Any] = {
 }
 
 
+def names_of_torch() -> dict[str, dict[str, object]]:
+    """What torch's functions are at present."""
+    return {name: {**vars(owner)} for name, owner in NAMESPACES.items()}
+
+
+def renamed(before: dict[str, object], after: dict[str, object]) -> list[str]:
+    """The names in a namespace that are other objects by now."""
+    if before == after:  # which looks no further into what is the same object
+        return []
+    keys = before.keys() | after.keys()
+    # Copying makes __slotnames__.
+    return [k for k in keys - {"__slotnames__"} if before.get(k, after) is not after.get(k, before)]
+
+
 def _exactly(value: Any) -> Any:
     """An object by identity, a tensor by identity and contents."""
     if isinstance(value, torch.Tensor):
@@ -61,10 +75,7 @@ def _exactly(value: Any) -> Any:
 
 def picture(*subjects: nn.Module | torch.optim.Optimizer) -> dict[str, Any]:
     """Everything that an engine may change, by identity: torch, casts, and the ``subjects``."""
-    seen: dict[str, Any] = {
-        name: {key: id(value) for key, value in vars(owner).items()}
-        for name, owner in NAMESPACES.items()
-    }
+    seen: dict[str, Any] = {**names_of_torch()}
     seen["casts"] = (
         torch.is_autocast_enabled("cpu"),
         torch.get_autocast_dtype("cpu"),
@@ -99,9 +110,8 @@ def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     """Names of what two pictures disagree about."""
     found: list[str] = []
     for name in before.keys() | after.keys():
-        if name in NAMESPACES:  # thousands of numbers, compared at once
-            changed = dict(before[name].items() ^ after[name].items())
-            found += [f"{name}.{key}" for key in changed]
+        if name in NAMESPACES:
+            found += [f"{name}.{key}" for key in renamed(before[name], after[name])]
         elif name not in before or name not in after or not same(before[name], after[name]):
             found.append(name)
     return sorted(found)
