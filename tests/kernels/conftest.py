@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from cases.back_ends import EVERY, Elsewhere
+from cases.interpreted import patch_once_a_launch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton and the kernels are first imported
@@ -41,6 +42,7 @@ def triton_ops() -> Any:
     compiled = importlib.import_module("triton").JITFunction
     if not torch.cuda.is_available() and isinstance(standard.zeros, compiled):
         pytest.skip("Triton was imported before its interpreter could be chosen")
+    patch_once_a_launch()
     return room.Triton()
 
 
