@@ -40,9 +40,10 @@ SUITE ?= all
 test-all: $(VENV)/.ready-dev  ## Run all tests with all combinations; SUITE=rest: what test left out
 	$(SUITES) --suite $(SUITE)
 
-# Compiles a device of the host's memory, which takes a minute the first time.
+# Compiles a device of the host's memory, which takes a minute the first time. Its processes find
+# preamp in src while the frameworks are installed beside them, which takes it out and puts it back.
 test-device: $(VENV)/.ready-dev  ## Run what only CUDA tensors reach on a pretended GPU; needs g++
-	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p devices.pretended.plugin \
+	PYTHONPATH=tests:src OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p devices.pretended.plugin \
 	  $(LIMIT) $(PYTEST_ARGS) tests/devices
 
 # One process: each framework takes seconds to import, and ranks are forks of the one that has.
