@@ -28,7 +28,7 @@ from torch import nn
 
 import preamp
 from cases.levels import BY_NAME, LevelCase
-from kit.compare import names_of_torch, renamed
+from kit.compare import names_of_torch, rebound
 from preamp import Storage
 from preamp.kernels.stored import (
     Format,
@@ -1275,7 +1275,7 @@ class World:
             assert kinds <= {RunRecord, OverflowRecord, ResumeRecord}, kinds
         now = names_of_torch()
         names = {
-            owner: changed for owner in now if (changed := renamed(self.torch[owner], now[owner]))
+            owner: changed for owner in now if (changed := rebound(self.torch[owner], now[owner]))
         }
         assert not names, f"changed: {names}"
         self.between()

@@ -52,7 +52,7 @@ def names_of_torch() -> dict[str, dict[str, object]]:
     return {name: {**vars(owner)} for name, owner in NAMESPACES.items()}
 
 
-def renamed(before: dict[str, object], after: dict[str, object]) -> list[str]:
+def rebound(before: dict[str, object], after: dict[str, object]) -> list[str]:
     """The names in a namespace that are other objects by now."""
     if before == after:  # which looks no further into what is the same object
         return []
@@ -111,7 +111,7 @@ def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     found: list[str] = []
     for name in before.keys() | after.keys():
         if name in NAMESPACES:
-            found += [f"{name}.{key}" for key in renamed(before[name], after[name])]
+            found += [f"{name}.{key}" for key in rebound(before[name], after[name])]
         elif name not in before or name not in after or not same(before[name], after[name]):
             found.append(name)
     return sorted(found)
