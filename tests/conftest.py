@@ -26,6 +26,11 @@ from preamp.kernels import dispatch
 torch.set_num_threads(1)
 note_engines()
 
+# Read where Triton is first imported, as torch's compiler does for tests that were collected before
+# those of the kernels.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
 # Machine code that tests make is theirs; processes that they start find it too.
 os.environ.setdefault("PREAMP_CACHE", str(Path(__file__).parents[1] / ".pytest_cache" / "preamp"))
 

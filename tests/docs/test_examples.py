@@ -32,8 +32,14 @@ def run(example: Path, *arguments: str, launcher: tuple[str, ...] = ()) -> str:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("arguments", [(), ("--opt-level", "O5", "--steps", "250")], ids=str)
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    ("example", "arguments"),
+    [
+        *((example, ()) for example in EXAMPLES),
+        *((example, ("--opt-level", "O5", "--steps", "250")) for example in EXAMPLES[:2]),
+    ],
+    ids=lambda value: getattr(value, "stem", str(value)),
+)
 def test_example_learns(example: Path, arguments: tuple[str, ...]) -> None:
     if example.stem == "06_fully_sharded" and not RUNS_ON_CPUS:
         pytest.skip("fully_shard of this torch needs GPUs")

@@ -119,7 +119,7 @@ ALLOWED = {
 
 
 @pytest.mark.parametrize("level", EXACT)
-@settings(max_examples=examples(200, quick=10))
+@settings(max_examples=examples(100, quick=10))
 @given(data=st.data(), build=st.sampled_from(sorted(BUILDS)))
 def test_any_program_does_what_it_does_with_torchs(
     level: str, data: st.DataObject, build: str

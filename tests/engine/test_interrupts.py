@@ -355,7 +355,7 @@ KINDS = [(level, count) for level in ("O1", "O2", "O5") for count in (1, 2)]
 @pytest.mark.parametrize(("level", "count"), KINDS)
 def test_many_lines_of_a_block(level: str, count: int, part: str, before: str) -> None:
     """Others at each level, with one model and with two."""
-    check(level, count, before, part, 3, KINDS.index((level, count)) % 3)
+    check(level, count, before, part, len(KINDS), KINDS.index((level, count)))
 
 
 @pytest.mark.parametrize(
@@ -376,7 +376,7 @@ def test_some_lines_of_a_block(level: str, count: int, before: str, part: str) -
 @pytest.mark.full
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("before", BEFORE)
-@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+@pytest.mark.parametrize("level", ["O1", "O2"])
 def test_an_error_at_every_line_of_a_block(level: str, before: str, part: str) -> None:
     """Such as of an allocation: what it leaves is complete or undone, and the next block begins."""
     check(level, 1, before, part, error=MemoryError)

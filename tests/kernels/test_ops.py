@@ -305,6 +305,7 @@ def test_the_factor_comes_before_the_squares(ops: Any) -> None:
 
 
 def test_norms_of_nothing(ops: Any) -> None:
+    ops.scale_add_([], torch.tensor(2.0), [])
     assert_same(ops.l2norms([], None, CPU), torch.zeros(0))
     assert_same(ops.l2norm([], [], CPU), torch.tensor(0.0))
     census = ops.census([], CPU, with_norm=True)

@@ -278,9 +278,17 @@ def assert_updated_alike(ours: Case, wanted: Case) -> None:
             assert (far > ULPS * largest).sum() <= 2 + other.numel() / 500
 
 
-@every_back_end
+@pytest.mark.parametrize(
+    ("ops", "row"),
+    [
+        (ops, row)
+        for ops in ("plain", "cut", "jit", "triton")
+        for row in (ONE_EACH if ops == "triton" else ROWS)
+    ],
+    ids=lambda value: getattr(value, "name", value),
+    indirect=["ops"],
+)
 @every_storage
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_updates_are_the_reference(ops: Any, row: RuleRow, half: Any, kind: str) -> None:
     case = made(ops, row, half, kind)
     ours, wanted = case.run(ops), case.run(REFERENCE)

@@ -359,13 +359,13 @@ def pytest_configure() -> None:
     """Let Triton's back end take the device's tensors, and run its kernels in the interpreter."""
     from triton.runtime import interpreter
 
-    from cases.interpreted import patch_once_a_launch
+    from cases.interpreted import patch_language_once
     from preamp.kernels import dispatch
     from preamp.kernels.triton import launch
 
     interpreter.GridExecutor.__call__ = _without_modes(interpreter.GridExecutor.__call__)
     launch.INTERPRETED = False
-    patch_once_a_launch()
+    patch_language_once()
     choose = dispatch.choose
 
     def choose_here(device: torch.device) -> tuple[str, str]:
