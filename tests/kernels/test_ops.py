@@ -233,7 +233,10 @@ def test_census_and_norms_of_every_dtype_and_layout(ops: Any) -> None:
     check_norms(ops, grads)
     assert_all_same(grads, kept)
     places = [(n, 0, -1)[n % 3] for n, grad in enumerate(grads)]
-    for which, place in [*enumerate(places), *((-1, at) for at in (1024, 8191, 8192)), (-2, 1030)]:
+    each = list(enumerate(places))
+    if ops.name == "triton":
+        each = each[::5]  # which has every dtype and every layout, and takes a fifth of the time
+    for which, place in [*each, *((-1, at) for at in (1024, 8191, 8192)), (-2, 1030)]:
         if not (grad := grads[which]).numel():
             continue
         at = torch.unravel_index(torch.tensor(place % grad.numel()), grad.shape)
@@ -364,15 +367,15 @@ def test_long_sums_keep_their_digits(ops: Any, threads: int) -> None:
 
 
 @here
-def test_ten_thousand_tiny_tensors(ops: Any) -> None:
-    joined = values(0, (15_000,), F32, spread=4.0)
-    grads = list(joined.split([index % 4 for index in range(10_000)]))
+def test_thousands_of_tiny_tensors(ops: Any) -> None:
+    joined = values(0, (4_500,), F32, spread=4.0)
+    grads = list(joined.split([index % 4 for index in range(3_000)]))
     check_norms(ops, grads, 16)
     copies = [torch.empty_like(grad, dtype=F16) for grad in grads]
     ops.cast_copy_(grads, copies)
     assert_same(torch.cat(copies), joined.half())
     joined[-1] = math.inf
-    assert ops.census(grads, CPU).max_abs.isinf().nonzero().tolist() == [[9_999]]
+    assert ops.census(grads, CPU).max_abs.isinf().nonzero().tolist() == [[2_999]]
 
 
 # -- the process, and other devices ----------------------------------------------------------------
