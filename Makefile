@@ -43,8 +43,8 @@ test-all: $(VENV)/.ready-dev  ## Run all tests with all combinations; SUITE=rest
 # Compiles a device of the host's memory, which takes a minute the first time. Its processes find
 # preamp in src while the frameworks are installed beside them, which takes it out and puts it back.
 test-device: $(VENV)/.ready-dev  ## Run what only CUDA tensors reach on a pretended GPU; needs g++
-	PYTHONPATH=tests:src OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p devices.pretended.plugin \
-	  $(LIMIT) $(PYTEST_ARGS) tests/devices
+	PYTHONPATH="$(CURDIR)/tests:$(CURDIR)/src" OMP_NUM_THREADS=1 $(BIN)/python -m pytest \
+	  -p devices.pretended.plugin $(LIMIT) $(PYTEST_ARGS) tests/devices
 
 # One process: each framework takes seconds to import, and ranks are forks of the one that has.
 test-integrations: $(VENV)/.ready-integrations  ## Run preamp inside of training frameworks

@@ -2,6 +2,7 @@
 """What is compared: values to the bit, and everything that an engine may change by identity."""
 
 import functools
+import operator
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ import preamp
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two trees of plain data are equal bitwise, dtypes included."""
+    """Whether two trees of plain data have the same values and dtypes; NaN is the same as NaN."""
     if isinstance(a, torch.Tensor):
         if not (isinstance(b, torch.Tensor) and a.dtype is b.dtype and a.shape == b.shape):
             return False
@@ -54,8 +55,8 @@ def names_of_torch() -> dict[str, dict[str, object]]:
 
 def rebound(before: dict[str, object], after: dict[str, object]) -> list[str]:
     """The names in a namespace that are other objects by now."""
-    if before == after:  # which looks no further into what is the same object
-        return []
+    if [*before] == [*after] and all(map(operator.is_, before.values(), after.values())):
+        return []  # as nearly always, and soon found
     keys = before.keys() | after.keys()
     # Copying makes __slotnames__.
     return [k for k in keys - {"__slotnames__"} if before.get(k, after) is not after.get(k, before)]
