@@ -6,6 +6,7 @@ counted off with ``sys.settrace``, so that each is hit and none by chance.
 """
 
 import gc
+import itertools
 import linecache
 import sys
 import threading
@@ -374,9 +375,10 @@ def test_some_lines_of_a_block(level: str, count: int, before: str, part: str) -
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize(
+    ("level", "part"), [*itertools.product(("O1", "O2"), PARTS), ("O5", "end")]
+)
 @pytest.mark.parametrize("before", BEFORE)
-@pytest.mark.parametrize("level", ["O1", "O2"])
 def test_an_error_at_every_line_of_a_block(level: str, before: str, part: str) -> None:
     """Such as of an allocation: what it leaves is complete or undone, and the next block begins."""
     check(level, 1, before, part, error=MemoryError)
