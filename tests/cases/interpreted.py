@@ -12,12 +12,13 @@ def patch_language_once() -> None:
     """Let the interpreter put its functions into ``triton.language`` once, for good.
 
     It does so anew, and looks through all of the language, at each launch and whenever a kernel
-    calls a function: most of the time. Older versions, which do otherwise, stay as they are.
+    calls a function: most of the time. Versions that never put it back are left as they are.
     """
     interpreter: Any = importlib.import_module("triton.runtime.interpreter")
-    patch, core, patched = interpreter._patch_lang, interpreter.tl.core, set[bool]()
-    if not hasattr(interpreter, "_LangPatchScope") or patch.__module__ == __name__:
+    patch = getattr(interpreter, "_patch_lang", None)
+    if patch is None or not hasattr(interpreter, "_LangPatchScope") or patch.__module__ == __name__:
         return
+    core, patched = interpreter.tl.core, set[bool]()
 
     def patch_once(function: Any) -> Any:
         has_core = any(value is core for value in function.__globals__.values())

@@ -355,7 +355,7 @@ KINDS = [(level, count) for level in ("O1", "O2", "O5") for count in (1, 2)]
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize(("level", "count"), KINDS)
 def test_many_lines_of_a_block(level: str, count: int, part: str, before: str) -> None:
-    """Others at each level, with one model and with two."""
+    """Every sixth, others for each kind: two thirds of a beginning, four fifths of an end."""
     check(level, count, before, part, len(KINDS), KINDS.index((level, count)))
 
 

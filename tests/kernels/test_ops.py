@@ -234,7 +234,7 @@ def test_census_and_norms_of_every_dtype_and_layout(ops: Any) -> None:
     assert_all_same(grads, kept)
     places = [(n, 0, -1)[n % 3] for n, grad in enumerate(grads)]
     each = list(enumerate(places))
-    if ops.name == "triton":
+    if ops.name == "triton" and not torch.cuda.is_available():
         each = each[::5]  # which has every dtype and every layout, and takes a fifth of the time
     for which, place in [*each, *((-1, at) for at in (1024, 8191, 8192)), (-2, 1030)]:
         if not (grad := grads[which]).numel():
