@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What is compared: values to the bit, and everything that an engine may change by identity."""
+"""What is compared: values with their dtypes, and by identity all that an engine may change."""
 
 import functools
 import operator
